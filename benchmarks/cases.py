@@ -1,0 +1,147 @@
+"""What is measured and what is promised about it: a list of cases, as data that needs no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.pairing import Kind
+
+Workload = Literal["model", "op", "rule", "enter"]
+
+MODEL_BOUND = 1.02
+OP_BOUND = 5e-6
+CONVOLUTION_BOUND = 12e-6
+ENTER_BOUND = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: What ``--case`` selects, by the whole name or by its first words.
+        title: What the table shows.
+        workload: Which kind of work, see ``benchmarks.workloads``.
+        subject: The model, the op, or the way of entering.
+        policy: The policy of mezzo's region.
+        kind: Whether mezzo's time is divided by PyTorch's or PyTorch's is taken from it.
+        bound: The promise, in the unit of ``kind`` (differences in seconds); None for information only.
+        registers_first: Whether mezzo's process registers kernels before it is measured.
+    """
+
+    name: str
+    title: str
+    workload: Workload
+    subject: str
+    policy: str | None
+    kind: Kind
+    bound: float | None
+    registers_first: bool = False
+
+
+_MODELS = {
+    "blocks": "12 x (LayerNorm, Linear 64, GELU, Linear), batch 8",
+    "encoder-1x32": "encoder, 6 layers d=768, (1, 32)",
+    "encoder-4x128": "encoder, 6 layers d=768, (4, 128)",
+}
+
+# Ops that PyTorch's CPU autocast lists itself: the same rule, served once by mezzo and once by PyTorch.
+_LISTED_OPS = ("mm", "bmm", "matmul", "addmm", "linear", "conv2d", "scaled_dot_product_attention", "mse_loss", "cat")
+
+# Ops that PyTorch's CPU autocast leaves alone and "unified" does not.
+_CHANGED_OPS = ("softmax", "layer_norm", "sum", "exp")
+
+_ENTERING = {"new": "a new region", "again": "one region, entered again"}
+_POLICIES: tuple[str | None, ...] = (None, "torch", "unified")
+
+
+def _model_cases() -> list[Case]:
+    plain = [
+        Case(f"model-{model}", f'{title}; policy "torch"', "model", model, "torch", "ratio", MODEL_BOUND)
+        for model, title in _MODELS.items()
+    ]
+    after = [
+        Case(
+            f"registered-{model}",
+            f'{title}; policy "torch" after "unified" kernels are registered',
+            "model",
+            model,
+            "torch",
+            "ratio",
+            None,
+            registers_first=True,
+        )
+        for model, title in _MODELS.items()
+    ]
+    return plain + after
+
+
+def _op_cases() -> list[Case]:
+    listed = [
+        Case(
+            f"op-{op}",
+            f"{op}: mezzo's kernel against PyTorch's",
+            "op",
+            op,
+            "torch",
+            "difference",
+            CONVOLUTION_BOUND if op.startswith("conv") else OP_BOUND,
+        )
+        for op in _LISTED_OPS
+    ]
+    changed = [
+        Case(
+            f"rule-{op}",
+            f'{op}: "unified" against the same dtypes written by hand',
+            "rule",
+            op,
+            "unified",
+            "difference",
+            OP_BOUND,
+        )
+        for op in _CHANGED_OPS
+    ]
+    return listed + changed
+
+
+def _enter_cases() -> list[Case]:
+    return [
+        Case(
+            f"enter-{way}-{policy or 'default'}",
+            f"enter and exit {title}; policy {policy!r}",
+            "enter",
+            way,
+            policy,
+            "ratio",
+            ENTER_BOUND,
+        )
+        for way, title in _ENTERING.items()
+        for policy in _POLICIES
+    ]
+
+
+CASES: tuple[Case, ...] = (*_model_cases(), *_op_cases(), *_enter_cases())
+
+
+def select(names: Sequence[str]) -> list[Case]:
+    """The cases whose names are, or begin with the words of, one of ``names``; all of them for no names."""
+    chosen = [case for case in CASES if not names or any(_is_named(case, name) for name in names)]
+    unknown = [name for name in names if not any(_is_named(case, name) for case in CASES)]
+    if unknown:
+        known = ", ".join(case.name for case in CASES)
+        message = f"no case is called {', '.join(unknown)}; expected, whole or its first words: {known}."
+        raise ValueError(message)
+    return chosen
+
+
+def case_named(name: str) -> Case:
+    """The one case of exactly this name."""
+    return next(case for case in CASES if case.name == name)
+
+
+def _is_named(case: Case, name: str) -> bool:
+    return case.name == name or case.name.startswith(f"{name}-")

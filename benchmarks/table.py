@@ -1,0 +1,160 @@
+"""What the reader sees: rows, on the terminal and as Markdown, and the machine they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.pairing import Estimate, Kind, Verdict, compare, estimate, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.cases import Case
+    from benchmarks.rounds import Measurement, Plan
+
+COLUMNS = ("case", "mezzo", "torch", "ratio or difference", "control", "bound", "verdict")
+
+_STYLES: dict[Verdict, str] = {
+    "met": "green",
+    "not met": "bold red",
+    "control wider than the bound": "yellow",
+    "no bound": "dim",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured case: medians in seconds, the comparison with its interval, the control with its own."""
+
+    case: Case
+    mezzo: float
+    torch: float
+    measured: Estimate
+    control: Estimate
+    verdict: Verdict
+    measurement: Measurement
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, one string a column."""
+        kind = self.case.kind
+        return (
+            f"{self.case.name}: {self.case.title}",
+            format_seconds(self.mezzo),
+            format_seconds(self.torch),
+            format_estimate(self.measured, kind),
+            format_estimate(self.control, kind),
+            format_bound(self.case.bound, kind),
+            self.verdict,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON data, every round included."""
+        return {
+            **asdict(self.case),
+            "mezzo_seconds": self.mezzo,
+            "torch_seconds": self.torch,
+            "measured": asdict(self.measured),
+            "control": asdict(self.control),
+            "verdict": self.verdict,
+            "iterations": self.measurement.iterations,
+            "rounds": [[list(one) for one in group] for group in self.measurement.groups],
+        }
+
+
+def to_row(case: Case, measurement: Measurement) -> Row:
+    """Summarize the rounds of a case and judge them."""
+    groups = measurement.groups
+    measured = estimate([compare(group, case.kind, "mezzo") for group in groups])
+    control = estimate([compare(group, case.kind, "control") for group in groups])
+    return Row(
+        case,
+        median(one.mezzo for group in groups for one in group),
+        median(one.torch for group in groups for one in group),
+        measured,
+        control,
+        judge(measured, control, case.kind, case.bound),
+        measurement,
+    )
+
+
+def describe_machine(rows: Sequence[Row], plan: Plan) -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "processor": processor_name(),
+        "torch": rows[0].measurement.torch if rows else "",
+        "python": platform.python_version(),
+        "threads": rows[0].measurement.threads if rows else 0,
+        "clock": plan.clock,
+        "rounds": f"{plan.process_sets} process sets x {plan.least_rounds} to {plan.rounds}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model name, as Linux tells it; elsewhere as Python does."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_estimate(value: Estimate, kind: Kind) -> str:
+    """A median with its interval; differences in microseconds."""
+    if kind == "ratio":
+        return f"{value.median:.3f} [{value.low:.3f}, {value.high:.3f}]"
+    return f"{value.median * 1e6:+.2f} us [{value.low * 1e6:+.2f}, {value.high * 1e6:+.2f}]"
+
+
+def format_bound(bound: float | None, kind: Kind) -> str:
+    """The promise, or a dash where there is none."""
+    if bound is None:
+        return "-"
+    return f"{bound:g}" if kind == "ratio" else f"{bound * 1e6:g} us"
+
+
+def rich_table(rows: Sequence[Row], machine: dict[str, Any]) -> Table:
+    """The rows for a terminal."""
+    table = Table(title="mezzo against torch.autocast", caption=_caption(machine), show_lines=False)
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=column != "case", justify="left" if column == "case" else "right")
+    for row in rows:
+        *cells, verdict = row.cells()
+        table.add_row(*cells, f"[{_STYLES[row.verdict]}]{verdict}[/]")
+    return table
+
+
+def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
+    """The rows as a Markdown page."""
+    lines = [
+        "# mezzo against torch.autocast",
+        "",
+        _caption(machine) + ".",
+        "",
+        "Medians over paired rounds, with 95% bootstrap intervals. Each side runs in a process of its own",
+        "and only one computes at a time; the control is a second PyTorch process held against the first.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + " --- |" * len(COLUMNS),
+    ]
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _caption(machine: dict[str, Any]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in machine.items())

@@ -1,0 +1,77 @@
+"""The process that plays one side: reads one JSON request per line, answers one JSON line to each.
+
+Requests are ``{"case": name, "side": side, "clock": clock}``, once, then ``{"run": iterations}`` any number
+of times, answered by ``{"seconds": s}``; the end of the input ends the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+THREADS = 1
+
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def main() -> int:
+    """Serve requests from standard input until it ends."""
+    answers = _claim_output()
+    state: dict[str, Any] = {}
+    for line in sys.stdin:
+        try:
+            answer = _answer(json.loads(line), state)
+        except Exception:  # noqa: BLE001 - whatever went wrong here belongs in the parent's report
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return 0
+
+
+def _claim_output() -> TextIO:
+    """Keep the pipe for answers alone: what a library prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    if "case" in request:
+        return _prepare(request, state)
+    return {"seconds": _timed(state["work"].loop, request["run"], state["clock"])}
+
+
+def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from benchmarks.cases import case_named
+    from benchmarks.workloads import build
+
+    torch.set_num_threads(THREADS)
+    state["clock"] = _CLOCKS[request["clock"]]
+    state["work"] = build(case_named(request["case"]), request["side"])
+    probe = state["work"].probe()
+    if request["side"] != "mezzo" and "mezzo" in sys.modules:
+        message = "the PyTorch side has mezzo loaded; its timings would not be PyTorch's own."
+        raise RuntimeError(message)
+    return {"probe": probe, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def _timed(loop: Callable[[int], None], iterations: int, clock: Callable[[], float]) -> float:
+    # The collector stays on, as it is for users: objects that a side allocates are part of its cost. Only
+    # what earlier rounds left behind is not.
+    gc.collect()
+    start = clock()
+    loop(iterations)
+    return clock() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""mezzo: automatic mixed precision with one policy model for PyTorch, JAX and TensorPlay.
+
+This is the neutral core. Importing it imports no framework; ``import mezzo.torch`` is the PyTorch adapter.
+
+Example:
+    >>> import mezzo
+    >>> careful = mezzo.builtin_policy("unified").override({"softmax": "fp32"}, name="careful")
+    >>> str(careful.rule("softmax"))
+    'fp32'
+"""
+
+from importlib.metadata import version as _version
+
+from .builtin import builtin_names, builtin_policy
+from .decision import CastPolicy, input_dtypes
+from .errors import (
+    BannedOpError,
+    DeviceError,
+    DtypeError,
+    MezzoError,
+    PolicyError,
+    PolicyFileError,
+    RegionError,
+    UnknownOpError,
+    UnknownPolicyError,
+)
+from .explanation import Explanation, OpExplanation
+from .policy import Policy
+from .rules import ByDtype
+
+__version__ = _version("mezzo")
+
+__all__ = [
+    "CastPolicy",
+    "Policy",
+    "ByDtype",
+    "builtin_policy",
+    "builtin_names",
+    "input_dtypes",
+    "Explanation",
+    "OpExplanation",
+    "MezzoError",
+    "BannedOpError",
+    "DeviceError",
+    "DtypeError",
+    "PolicyError",
+    "PolicyFileError",
+    "RegionError",
+    "UnknownOpError",
+    "UnknownPolicyError",
+    "__version__",
+]

@@ -1,0 +1,134 @@
+"""The policies that mezzo brings along, and how a caller's ``policy=`` becomes a `Policy`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from . import tables
+from .decision import CastPolicy
+from .errors import PolicyError, UnknownPolicyError, near
+from .policy import Policy
+from .rules import Rule
+
+__all__ = ["PolicyLike", "builtin_names", "builtin_policy", "resolve_policy"]
+
+PolicyLike = str | Path | Policy
+"""What ``policy=`` takes: a built-in name, the path of a TOML file, or a `Policy`."""
+
+_NAMES: Final = ("torch", "unified", "fp32")
+
+
+def builtin_names(framework: str = "torch") -> tuple[str, ...]:
+    """Name the built-in policies.
+
+    Args:
+        framework: For whose ops.
+
+    Returns:
+        The names that ``policy=`` takes, then those of the devices' tables.
+
+    Example:
+        >>> builtin_names()[:3]
+        ('torch', 'unified', 'fp32')
+    """
+    return (*_NAMES, *tables.devices(framework))
+
+
+@cache
+def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
+    """Give a built-in policy by name.
+
+    Args:
+        name: ``"torch"``: the device's own table, exactly. ``"unified"``: one table for all devices, the CUDA list and the
+            entries that only the CPU list has. ``"fp32"``: every listed op in float32, whatever comes in. Or a device's
+            name, for that device's table as a policy.
+        framework: For whose ops.
+
+    Returns:
+        The policy; the same object at every call.
+
+    Raises:
+        UnknownPolicyError: No built-in policy has this name.
+
+    Example:
+        >>> builtin_policy("unified").rule("softmax")
+        <CastPolicy.FP32_SET_OPT_DTYPE: 'fp32_set_opt_dtype'>
+    """
+    if name == "torch":
+        return Policy("torch", default="device", framework=framework)
+    if name == "unified":
+        return _named("unified", _unified(framework), framework)
+    if name == "fp32":
+        return _named("fp32", _fp32(framework), framework)
+    if name in tables.devices(framework):
+        return Policy.from_table(name, framework=framework)
+    known = builtin_names(framework)
+    msg = (
+        f"{name!r} is no built-in policy; allowed are {', '.join(known)}, a Policy, or a file: a path object or a string "
+        f"that ends in .toml.{near(name, known)}"
+    )
+    raise UnknownPolicyError(msg)
+
+
+def _named(name: str, rules: dict[str, Rule], framework: str) -> Policy:
+    return Policy(
+        name,
+        {f"{op}.default" if "." not in op else op: rule for op, rule in rules.items()},
+        framework=framework,
+    )
+
+
+def _unified(framework: str) -> dict[str, Rule]:
+    return {**tables.device_table("cpu", framework), **tables.device_table("cuda", framework)}
+
+
+def _fp32(framework: str) -> dict[str, Rule]:
+    """Every op that any device lists, in float32.
+
+    Kernels that are a device's own are named too: PyTorch's for ``_cudnn_rnn`` would run an LSTM in float16 in the midst
+    of a full-precision island. binary_cross_entropy is safe in float32, so here it is not banned.
+    """
+    listed = [op for device in tables.devices(framework) for op in tables.device_table(device, framework)]
+    listed += [op for device in tables.devices(framework) for op in tables.own_kernels(device, framework)]
+    return dict.fromkeys(listed, CastPolicy.FP32)
+
+
+def resolve_policy(policy: PolicyLike, *, framework: str = "torch") -> Policy:
+    """Turn what a caller passed as ``policy=`` into a `Policy`.
+
+    Args:
+        policy: A `Policy`, a built-in name, a path object, or a string that ends in ``.toml``.
+        framework: Whose ops the policy must be about.
+
+    Returns:
+        The policy.
+
+    Raises:
+        UnknownPolicyError: The string is neither a built-in name nor a ``.toml`` path.
+        PolicyError: The value is of another type, or the policy is for another framework.
+        PolicyFileError: The file is not a policy.
+        UnknownOpError: The file names an op that does not exist.
+        FileNotFoundError: There is no such file.
+
+    Example:
+        >>> resolve_policy("fp32").name
+        'fp32'
+    """
+    if isinstance(policy, str) and not policy.endswith(".toml"):
+        found = builtin_policy(policy, framework=framework)
+    elif isinstance(policy, str | Path):
+        found = Policy.load(policy)
+    elif isinstance(policy, Policy):
+        found = policy
+    else:
+        msg = (
+            f"policy must be a Policy, a built-in name or the path of a .toml file, got {type(policy).__name__}. "
+            "To change single rules use Policy.override."
+        )
+        raise PolicyError(msg)
+    if found.framework != framework:
+        msg = f"policy {found.name!r} is for {found.framework!r}, and this is the adapter for {framework!r}."
+        raise PolicyError(msg)
+    return found

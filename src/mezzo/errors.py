@@ -1,0 +1,81 @@
+"""The errors mezzo raises.
+
+Each is a `MezzoError` and also the built-in exception that fits, so both ``except MezzoError`` and the handlers that
+code already has keep working. A message says what came, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BannedOpError",
+    "DeviceError",
+    "DtypeError",
+    "MezzoError",
+    "PolicyError",
+    "PolicyFileError",
+    "RegionError",
+    "UnknownOpError",
+    "UnknownPolicyError",
+]
+
+
+class MezzoError(Exception):
+    """Base of every error that mezzo raises on purpose."""
+
+
+class PolicyError(MezzoError, ValueError):
+    """A policy says something that cannot be done, or has a value of the wrong kind."""
+
+
+class UnknownOpError(MezzoError, LookupError):
+    """A policy names an op that the framework does not have."""
+
+
+class UnknownPolicyError(MezzoError, LookupError):
+    """A policy was asked for by a name that no built-in policy has."""
+
+
+class PolicyFileError(MezzoError, ValueError):
+    """A policy file is not valid TOML, or has a key or value that a policy does not know."""
+
+
+class BannedOpError(MezzoError, RuntimeError):
+    """An op was called that the active policy bans."""
+
+
+class DeviceError(MezzoError, RuntimeError):
+    """A device type was named that does not exist, or for which there is no autocast."""
+
+
+class DtypeError(MezzoError, RuntimeError):
+    """A dtype was asked for that the device cannot compute in."""
+
+
+class RegionError(MezzoError, RuntimeError):
+    """An autocast region was left that had not been entered."""
+
+
+def near(name: str, known: Iterable[str], *, count: int = 3) -> str:
+    """Say which known names resemble ``name``, as the end of a message.
+
+    Args:
+        name: What came.
+        known: The names that are allowed.
+        count: How many names to offer at most.
+
+    Returns:
+        ``" Did you mean 'a' or 'b'?"``, or an empty string if nothing is near.
+
+    Example:
+        >>> near("sofmax", ["softmax", "relu"])
+        " Did you mean 'softmax'?"
+    """
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    if not found:
+        return ""
+    quoted = [repr(item) for item in found]
+    listed = quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+    return f" Did you mean {listed}?"

@@ -1,0 +1,127 @@
+"""Why an op runs in the dtype it does: data for programs, text for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .decision import LOW_DTYPES, CastPolicy, input_dtypes
+from .rules import Rule
+from .vocabulary import vocabulary
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+__all__ = ["Explanation", "OpExplanation", "explain"]
+
+_INPUTS = ("float32", "bfloat16", "float16", "float64", "int64")
+
+_MEANING = {
+    CastPolicy.LOWER_PRECISION_FP: "every eligible input is cast to the region's dtype",
+    CastPolicy.FP32: "every eligible input is cast to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: (
+        "no input is cast; the op is asked for a float32 result, unless the caller gave a dtype"
+    ),
+    CastPolicy.FP32_APPEND_DTYPE: "no input is cast; the overload that takes a dtype is called with float32",
+    CastPolicy.PROMOTE: "every eligible input is cast to the widest dtype among them",
+    CastPolicy.BANNED: "the call raises",
+    CastPolicy.FALLTHROUGH: "the op, and the ops inside it, run in the dtypes that came in",
+    CastPolicy.OPAQUE: "the op runs in exactly the dtypes that were traced",
+}
+_UNLISTED = "runs in the dtypes that came in; the ops inside a composite op follow the policy"
+
+
+@dataclass(frozen=True)
+class OpExplanation:
+    """What happens to one overload.
+
+    Attributes:
+        op: Canonical name.
+        rule: The rule in force; None if the op is not listed and the default is to leave it alone.
+        origin: Where the rule was set.
+        inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op.
+    """
+
+    op: str
+    rule: Rule | str | None
+    origin: str
+    inputs: dict[str, dict[str, str]]
+
+    def lines(self) -> list[str]:
+        """Say it in a few lines of text."""
+        text = [f"{self.op}: {self.rule if self.rule is not None else 'not listed'}", f"  from {self.origin}"]
+        if self.rule == "device":
+            return [*text, "  the device's own table decides; name a device to see it"]
+        if self.rule is None:
+            return [*text, f"  {_UNLISTED}"]
+        for low in LOW_DTYPES:
+            rule = _rule_for(self.rule, low)
+            mapped = [f"{came} -> {reached}" for came, reached in self.inputs[low].items()]
+            changes = "" if rule is CastPolicy.BANNED else f" ({', '.join(mapped)})"
+            text.append(f"  in a {low} region {_MEANING[rule]}{changes}")
+        return text
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a policy does to every op that a name stands for.
+
+    Attributes:
+        name: The name that was asked for.
+        policy: The policy's name.
+        ops: One entry per overload.
+        inside: Entries for the ops that the call reaches through others, if those asked for are not listed.
+    """
+
+    name: str
+    policy: str
+    ops: tuple[OpExplanation, ...]
+    inside: tuple[OpExplanation, ...] = ()
+
+    def __str__(self) -> str:
+        text = [f"{self.name} under {self.policy!r}"]
+        for op in self.ops:
+            text += op.lines()
+        if self.inside:
+            text.append("and inside it")
+            for op in self.inside:
+                text += op.lines()
+        return "\n".join(text)
+
+
+def explain(policy: Policy, name: str) -> Explanation:
+    """Explain an op; the work behind `mezzo.Policy.explain`.
+
+    Args:
+        policy: The policy.
+        name: An op name, in any spelling that the vocabulary knows.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        UnknownOpError: The name is no op.
+    """
+    words = vocabulary(policy.framework)
+    ops = tuple(_explain_one(policy, op) for op in words.resolve(name))
+    inside: tuple[OpExplanation, ...] = ()
+    if all(op.rule is None for op in ops):
+        inside = tuple(entry for op in words.inside(name) if (entry := _explain_one(policy, op)).rule is not None)
+    return Explanation(name, policy.name, ops, inside)
+
+
+def _explain_one(policy: Policy, op: str) -> OpExplanation:
+    rule: Rule | str | None = policy.ops.get(op)
+    if rule is None:
+        unlisted = policy.rule_of(op, "bfloat16")
+        rule = None if unlisted == CastPolicy.FALLTHROUGH else unlisted
+    inputs = {}
+    if rule is not None and rule != "device":
+        for low in LOW_DTYPES:
+            kind = _rule_for(rule, low)
+            inputs[low] = {dtype: input_dtypes(kind, [dtype], low)[0] for dtype in _INPUTS}
+    return OpExplanation(op, rule, policy.origin(op), inputs)
+
+
+def _rule_for(rule: Rule | str, low: str) -> CastPolicy:
+    return CastPolicy(rule if isinstance(rule, str) else getattr(rule, low))

@@ -1,0 +1,119 @@
+"""Rules: what a policy holds for an op, and which rule an op can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .decision import LOW_DTYPES, CastPolicy, parse_cast_policy
+from .errors import PolicyError, near
+from .vocabulary import vocabulary
+
+__all__ = ["ByDtype", "Rule", "RuleLike", "misfit", "parse_rule", "resolve_rules"]
+
+
+@dataclass(frozen=True)
+class ByDtype:
+    """A rule that differs between the two lower-precision dtypes.
+
+    Attributes:
+        bfloat16: The cast policy in a bfloat16 region.
+        float16: The cast policy in a float16 region.
+
+    Example:
+        >>> Policy("mine").override({"softmax": {"bfloat16": "fallthrough", "float16": "fp32"}}).rule("softmax", "float16")
+        <CastPolicy.FP32: 'fp32'>
+    """
+
+    bfloat16: CastPolicy
+    float16: CastPolicy
+
+    def __str__(self) -> str:
+        return f"{self.bfloat16} in bfloat16, {self.float16} in float16"
+
+
+Rule = CastPolicy | ByDtype
+"""What a policy holds for an op."""
+
+RuleLike = str | CastPolicy | ByDtype | Mapping[str, str]
+"""What a caller may write for a rule."""
+
+
+def resolve_rules(ops: Mapping[str, RuleLike], framework: str) -> dict[str, Rule]:
+    """Turn what a caller wrote into rules by canonical op name.
+
+    Args:
+        ops: Op names, as `mezzo.vocabulary.Vocabulary.resolve` understands them, to rules.
+        framework: Whose ops.
+
+    Returns:
+        Canonical op name to rule. Overloads that a rule cannot be applied to are left out if others can take it.
+
+    Raises:
+        UnknownOpError: A name is no op.
+        PolicyError: A rule is none, or fits no overload that the name covers.
+    """
+    words = vocabulary(framework)
+    rules: dict[str, Rule] = {}
+    for name, given in ops.items():
+        if not isinstance(name, str):
+            msg = f"op names are strings, got {name!r}."
+            raise PolicyError(msg)
+        rule = parse_rule(name, given)
+        covered = words.resolve(name)
+        fitting = [op for op in covered if not misfit(rule, words.traits.get(op), op)]
+        if not fitting:
+            raise PolicyError(misfit(rule, words.traits.get(covered[0]), covered[0]))
+        rules.update(dict.fromkeys(fitting, rule))
+    return rules
+
+
+def parse_rule(name: str, given: RuleLike) -> Rule:
+    """Turn one written rule into a `Rule`.
+
+    Args:
+        name: The op's name, for the message.
+        given: A cast policy, its name, or a mapping with one for each lower-precision dtype.
+
+    Returns:
+        The rule; a pair of equal cast policies becomes that cast policy.
+
+    Raises:
+        PolicyError: It is not a rule.
+    """
+    if isinstance(given, ByDtype):
+        return given
+    try:
+        if not isinstance(given, Mapping):
+            return parse_cast_policy(given)
+        if unknown := sorted(set(map(str, given)) - set(LOW_DTYPES)):
+            msg = f"{unknown[0]!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{near(unknown[0], LOW_DTYPES)}"
+            raise PolicyError(msg)
+        if missing := [dtype for dtype in LOW_DTYPES if dtype not in given]:
+            msg = f"a rule that differs by dtype must give both; {missing[0]!r} is missing."
+            raise PolicyError(msg)
+        pair = ByDtype(*(parse_cast_policy(given[dtype]) for dtype in LOW_DTYPES))
+    except PolicyError as error:
+        msg = f"rule for {name!r}: {error}"
+        raise PolicyError(msg) from None
+    return pair.bfloat16 if pair.bfloat16 is pair.float16 else pair
+
+
+_APPENDABLE = frozenset({"aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
+
+
+def misfit(rule: Rule, traits: frozenset[str] | None, op: str) -> str:
+    """Say why a rule cannot be applied to an op; an empty string if it can."""
+    if isinstance(rule, ByDtype):
+        return misfit(rule.bfloat16, traits, op) or misfit(rule.float16, traits, op)
+    if rule is CastPolicy.OPAQUE:
+        return f"{op}: opaque is a rule for JAX; use fallthrough." if op.startswith("aten::") else ""
+    if traits is None:
+        return ""
+    if traits & {"out", "mutates"} and rule not in (CastPolicy.BANNED, CastPolicy.FALLTHROUGH):
+        return f"{op} writes into an argument, so its inputs cannot be cast; allowed are banned and fallthrough."
+    if rule is CastPolicy.FP32_SET_OPT_DTYPE and "dtype" not in traits:
+        return f"{op} has no optional dtype argument for fp32_set_opt_dtype to set; use fp32."
+    if rule is CastPolicy.FP32_APPEND_DTYPE and op not in _APPENDABLE:
+        return f"{op} has no overload with a dtype for fp32_append_dtype to call; use fp32."
+    return ""

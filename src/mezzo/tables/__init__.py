@@ -1,0 +1,130 @@
+"""The built-in tables as data: which op has which cast policy on which device, per framework.
+
+The CSV files beside this module are the data; nothing is computed here and no framework is imported. For PyTorch:
+
+* ``cpu cuda xpu mps mtia maia``: what PyTorch itself registers for that device (read off 2.13, held by a test);
+* ``reference``: the list that PyTorch's accelerator guide gives to authors of new backends;
+* ``ops.csv``: every aten op with the traits a policy needs; ``aliases.csv``: Python names and the ops they reach.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+
+from mezzo.decision import CastPolicy
+from mezzo.errors import DeviceError, PolicyError, near
+
+__all__ = ["device_table", "devices", "frameworks", "own_kernels", "read"]
+
+_DEVICES = {"torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference")}
+
+_ELSEWHERE = {
+    "hpu": "its table ships with Intel Gaudi's PyTorch plugin, which also lets LOWER_LIST and FP32_LIST replace it",
+    "xla": "its table ships with torch_xla",
+    "ipu": "its table shipped with Graphcore's PopTorch",
+}
+
+
+def frameworks() -> tuple[str, ...]:
+    """Name the frameworks that have tables.
+
+    Returns:
+        Their names, as ``Policy(framework=...)`` takes them.
+
+    Example:
+        >>> "torch" in frameworks()
+        True
+    """
+    return tuple(_DEVICES)
+
+
+def devices(framework: str = "torch") -> tuple[str, ...]:
+    """Name the devices that have a built-in table.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        Device names; ``"reference"`` is the list for accelerators that are plugged in.
+
+    Raises:
+        PolicyError: There are no tables for this framework.
+
+    Example:
+        >>> devices()[:2]
+        ('cpu', 'cuda')
+    """
+    if framework not in _DEVICES:
+        msg = f"mezzo has no op tables for framework {framework!r}; allowed are {', '.join(_DEVICES)}."
+        raise PolicyError(msg)
+    return _DEVICES[framework]
+
+
+def read(framework: str, name: str) -> Iterator[dict[str, str]]:
+    """Read one CSV file of a framework, row by row.
+
+    Args:
+        framework: A name from `frameworks`.
+        name: The file's name without its ending.
+
+    Yields:
+        A mapping from column name to cell.
+    """
+    with files(__name__).joinpath(framework, f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+@cache
+def _rows(framework: str, device: str) -> Mapping[str, str]:
+    if device not in devices(framework):
+        known = devices(framework)
+        why = f"{_ELSEWHERE[device]}, so mezzo has none to show" if device in _ELSEWHERE else "there is none"
+        msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{near(device, known)}"
+        raise DeviceError(msg)
+    return MappingProxyType({row["op"]: row["policy"] for row in read(framework, device)})
+
+
+@cache
+def device_table(device: str, framework: str = "torch") -> Mapping[str, CastPolicy]:
+    """Give the table that the framework itself applies on a device.
+
+    Args:
+        device: A name from `devices`.
+        framework: A name from `frameworks`.
+
+    Returns:
+        A read-only mapping from op name to cast policy.
+
+    Raises:
+        DeviceError: The device has no table here; for hpu, xla and ipu the message says who ships it.
+
+    Example:
+        >>> device_table("cpu")["aten::mm"]
+        <CastPolicy.LOWER_PRECISION_FP: 'lower_precision_fp'>
+    """
+    rows = _rows(framework, device)
+    return MappingProxyType({op: CastPolicy(policy) for op, policy in rows.items() if policy != "own"})
+
+
+def own_kernels(device: str, framework: str = "torch") -> frozenset[str]:
+    """Name the ops for which the device has a kernel that no cast policy describes.
+
+    On CUDA that is ``aten::_cudnn_rnn``: PyTorch's kernel casts to float16, whatever the region's dtype, and re-flattens
+    the weights into one buffer. It stays PyTorch's own unless a policy names the op.
+
+    Args:
+        device: A name from `devices`.
+        framework: A name from `frameworks`.
+
+    Returns:
+        Op names.
+
+    Example:
+        >>> sorted(own_kernels("cuda"))
+        ['aten::_cudnn_rnn']
+    """
+    return frozenset(op for op, policy in _rows(framework, device).items() if policy == "own")

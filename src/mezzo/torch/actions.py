@@ -1,0 +1,233 @@
+"""The cast policies at work: for each, the function that casts an op's inputs and runs the op.
+
+If a reader asks who casts an op that mezzo serves, the answer is one of these seven functions; which of them, the plan in
+`mezzo.torch.plans` says. While an action runs, autocast is off for its device, so the ops inside are not cast again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.decision import CastPolicy
+from mezzo.errors import BannedOpError, PolicyError
+from mezzo.torch.casting import Cast, Device, COMPUTED, common_dtype
+from mezzo.torch.ops import OpSpec, find_overload
+
+__all__ = ["Action", "action_for"]
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Action = Callable[[Arguments, Keywords, torch.dtype], Any]
+"""Runs an op with its arguments cast as a rule says, in a region of the given dtype."""
+
+# PyTorch's own words; people search for them.
+_BINARY_CROSS_ENTROPY_ADVICE = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast."
+)
+
+
+def action_for(rule: CastPolicy, spec: OpSpec, device: Device, policy_name: str) -> Action:
+    """Make the action that applies a rule to an op on a device.
+
+    Args:
+        rule: The cast policy.
+        spec: The op.
+        device: Where it runs.
+        policy_name: For the message of a banned op.
+
+    Returns:
+        The action.
+
+    Raises:
+        PolicyError: The op's schema has no room for the rule.
+    """
+    if rule is CastPolicy.BANNED:
+        return _banned(spec, policy_name)
+    if rule is CastPolicy.FALLTHROUGH:
+        return _fallthrough(spec)
+    if rule is CastPolicy.FP32_SET_OPT_DTYPE:
+        return _fp32_set_opt_dtype(spec, device)
+    if rule is CastPolicy.FP32_APPEND_DTYPE:
+        return _fp32_append_dtype(spec, device)
+    if spec.mutates:
+        msg = f"{spec.name} writes into an argument, so its inputs cannot be cast; allowed are banned and fallthrough."
+        raise PolicyError(msg)
+    makers = {
+        CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
+        CastPolicy.FP32: _fp32,
+        CastPolicy.PROMOTE: _promote,
+    }
+    return makers[rule](spec, device)
+
+
+# Ops whose Python binding parses its arguments faster than the generic call of an overload does; the more, the more
+# arguments there are. Each has one overload that these arguments can mean.
+_FAST_BINDINGS = {
+    "aten::conv1d": torch.conv1d,
+    "aten::conv2d": torch.conv2d,
+    "aten::conv3d": torch.conv3d,
+    "aten::mm": torch.mm,
+    "aten::bmm": torch.bmm,
+    "aten::matmul": torch.matmul,
+    "aten::addmm": torch.addmm,
+    "aten::linear": torch._C._nn.linear,
+    "aten::layer_norm": torch.layer_norm,
+}
+
+
+def _call(spec: OpSpec) -> Callable[..., Any]:
+    # `_op` is what OpOverload.__call__ calls in turn; one Python frame less.
+    return _FAST_BINDINGS.get(spec.name) or getattr(spec.overload, "_op", spec.overload)
+
+
+def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
+    call = _call(spec)
+    cast = device.cast_weight
+    if _only_tensors_are_cast(spec):
+        # The same as below, without the calls between: this is the path of every linear and convolution.
+        return lambda args, kwargs, low_dtype: call(
+            *[cast(value, low_dtype) if isinstance(value, Tensor) else value for value in args], **kwargs
+        )
+    cast_all = _caster(spec, cast)
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        args, kwargs = cast_all(args, kwargs, low_dtype)
+        return call(*args, **kwargs)
+
+    return action
+
+
+def _only_tensors_are_cast(spec: OpSpec) -> bool:
+    """Say whether every tensor argument is a positional tensor that may be cast, so that no list of places is needed."""
+    return not (spec.tensor_lists or spec.keyword_tensors or spec.uncast)
+
+
+def _fp32(spec: OpSpec, device: Device) -> Action:
+    call = _call(spec)
+    cast_all = _caster(spec, device.cast)
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        args, kwargs = cast_all(args, kwargs, torch.float32)
+        return call(*args, **kwargs)
+
+    return action
+
+
+def _promote(spec: OpSpec, device: Device) -> Action:
+    call = _call(spec)
+    cast_all = _caster(spec, device.cast)
+    eligible = device.eligible
+    places = [index for index, _ in (*spec.tensors, *spec.tensor_lists)]
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        given = len(args)
+        dtypes = set()
+        for place in places:
+            value = args[place] if place < given else None
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if eligible(tensor):
+                    dtypes.add(tensor.dtype)  # type: ignore[union-attr]
+        if dtypes and not (len(dtypes) == 1 and dtypes <= COMPUTED):
+            args, kwargs = cast_all(args, kwargs, common_dtype(dtypes, low_dtype))  # type: ignore[assignment]
+        return call(*args, **kwargs)
+
+    return action
+
+
+def _fp32_set_opt_dtype(spec: OpSpec, device: Device) -> Action:
+    call = _call(spec)
+    eligible = device.eligible
+    place = spec.dtype
+    if place is None:
+        msg = f"{spec.name} has no optional dtype argument for fp32_set_opt_dtype to set; use fp32."
+        raise PolicyError(msg)
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        if not eligible(args[0]) or kwargs.get("dtype") is not None:
+            return call(*args, **kwargs)
+        if spec.dtype_keyword_only or len(args) <= place:
+            return call(*args, **{**kwargs, "dtype": torch.float32})
+        if args[place] is not None:
+            return call(*args, **kwargs)
+        return call(*args[:place], torch.float32, *args[place + 1 :], **kwargs)
+
+    return action
+
+
+def _fp32_append_dtype(spec: OpSpec, device: Device) -> Action:
+    typed = find_overload({"aten::norm.Scalar": "aten::norm.ScalarOpt_dtype"}.get(spec.name, f"{spec.name}_dtype"))
+    if typed is None:
+        msg = f"{spec.name} has no overload with a dtype for fp32_append_dtype to call; use fp32."
+        raise PolicyError(msg)
+    defaults = spec.positional_defaults
+    eligible = device.eligible
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        # Defaults have been left out of the call that came; the other overload has none.
+        whole = [*args, *(kwargs.pop(name, default) for name, default in _rest(len(args)))]
+        dtype = torch.float32 if eligible(args[0]) else args[0].dtype
+        return typed(*whole, **kwargs, dtype=dtype)
+
+    names = [argument.name for argument in spec.overload._schema.arguments if not argument.kwarg_only]
+
+    def _rest(given: int) -> list[tuple[str, Any]]:
+        return list(zip(names[given:], defaults[given:], strict=True))
+
+    return action
+
+
+def _fallthrough(spec: OpSpec) -> Action:
+    call = _call(spec)
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        return call(*args, **kwargs)
+
+    return action
+
+
+def _banned(spec: OpSpec, policy_name: str) -> Action:
+    def action(*_: Any) -> Any:
+        if spec.name == "aten::binary_cross_entropy":
+            raise BannedOpError(_BINARY_CROSS_ENTROPY_ADVICE)
+        msg = (
+            f"{spec.name} is banned by the policy {policy_name!r}. Run it in a region with enabled=False, or use a policy "
+            f"that allows it: policy.override({{{spec.name!r}: 'fp32'}})."
+        )
+        raise BannedOpError(msg)
+
+    return action
+
+
+Caster = Callable[[Arguments, Keywords, torch.dtype], tuple[Sequence[Any], Keywords]]
+
+
+def _caster(spec: OpSpec, cast: Cast) -> Caster:
+    """Make the function that casts the tensor arguments of an op, in the shape that is fastest for it."""
+    if _only_tensors_are_cast(spec):
+        return lambda args, kwargs, target: (
+            [cast(value, target) if isinstance(value, Tensor) else value for value in args],
+            kwargs,
+        )
+    places = {index for index, _ in (*spec.tensors, *spec.tensor_lists)}
+
+    def cast_value(value: Any, target: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            return cast(value, target)
+        return [cast(item, target) for item in value] if isinstance(value, list | tuple) else value
+
+    def cast_chosen(args: Arguments, kwargs: Keywords, target: torch.dtype) -> tuple[Sequence[Any], Keywords]:
+        new = [cast_value(value, target) if place in places else value for place, value in enumerate(args)]
+        for name in spec.keyword_tensors:
+            if isinstance(value := kwargs.get(name), Tensor):
+                kwargs[name] = cast(value, target)
+        return new, kwargs
+
+    return cast_chosen

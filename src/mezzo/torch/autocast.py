@@ -1,0 +1,270 @@
+"""The autocast region: PyTorch's own autocast state, and on top of it the policy that mezzo's kernels follow.
+
+Enabled flag, dtype, cache flag and nesting are PyTorch's, so checkpointing, RNNs, attention fast paths and third-party code
+see the truth. What a region changes is kept per entry, not on the instance, so one instance may be entered twice, from a
+recursive function or from several threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from mezzo.builtin import PolicyLike, resolve_policy
+from mezzo.errors import RegionError
+from mezzo.policy import Policy
+from mezzo.torch.active import slot_for
+from mezzo.torch.cache import casts_of_thread, hook_optimizers
+from mezzo.torch.policies import follow_default, prepare_plan
+
+__all__ = ["autocast", "is_autocast_available"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_Entry = tuple[int, bool, bool, torch.dtype, dict[str, object] | None]
+"""What one entry of a region found: its thread, cache flag, enabled flag, dtype, and policy if the region sets one."""
+
+_LOW = (torch.bfloat16, torch.float16)
+# Device types for which PyTorch's constructor checks nothing but the dtype, so that need not be asked each time.
+_PLAIN = frozenset({"cpu", "xpu", "mps", "mtia", "hpu", "maia"})
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Say whether there is autocast for a device type. Thread-safe.
+
+    Args:
+        device_type: A device type such as ``"cuda"``.
+
+    Returns:
+        True if PyTorch has an autocast dispatch key for it; whether such a device is there is another question.
+
+    Raises:
+        RuntimeError: The string is no device type.
+
+    Example:
+        >>> is_autocast_available("cpu"), is_autocast_available("meta")
+        (True, False)
+    """
+    return bool(torch.amp.is_autocast_available(device_type))
+
+
+class autocast:  # noqa: N801 - PyTorch's name
+    """A region, or the decorator of a function, in which listed ops run in the dtype that a policy gives them.
+
+    Takes the place of ``torch.autocast``: same arguments, same state, same texts of errors and warnings. Beyond it there are
+    ``policy=``, ``device_type="auto"``, and instances that may be entered again while they are open.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"`` and so on, or ``"auto"``: the current accelerator, if there
+            is one, and the CPU in one region.
+        dtype: ``torch.bfloat16`` or ``torch.float16``. By default the device's current autocast dtype (float16 on CUDA,
+            bfloat16 on CPU), read when the instance is made; with ``"auto"`` each device's own.
+        enabled: False makes a region in which nothing is cast.
+        cache_enabled: Whether the casts of weights are kept for the length of the region; by default as it is now.
+        policy: Which op runs in which dtype: ``"torch"`` (the device's own table, exactly), ``"unified"`` (one table for all
+            devices), ``"fp32"`` (every listed op in float32), a `mezzo.Policy`, or the path of a TOML file. Without it the
+            region takes the policy in force: that of the region around it, else the process-wide default
+            (`mezzo.torch.set_default_policy`).
+
+    Raises:
+        ValueError: ``device_type`` is not a string.
+        RuntimeError: It is no device type or has no autocast, or the GPU lacks bfloat16.
+        UnknownPolicyError: ``policy`` is a string that names no policy.
+        UnknownOpError: The policy names an op that PyTorch does not have.
+        PolicyFileError: The policy file has a wrong key or value.
+
+    Warns:
+        UserWarning: The device cannot autocast to ``dtype``, or CUDA is not there; the region is then disabled, as PyTorch's
+            is.
+
+    The state is the thread's: other threads do not see it, and a thread starts with none. A plain ``with`` around a
+    ``yield`` or an ``await`` leaves it set while the generator or task is suspended, as PyTorch's does.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.torch import autocast
+        >>> linear, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     print(linear(x).dtype, linear(x).softmax(-1).dtype)
+        torch.bfloat16 torch.bfloat16
+        >>> with autocast("cpu", dtype=torch.bfloat16, policy="unified"):
+        ...     print(linear(x).dtype, linear(x).softmax(-1).dtype)
+        torch.bfloat16 torch.float32
+    """
+
+    _inner: autocast | None = None
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: PolicyLike | None = None,
+    ) -> None:
+        if device_type == "auto":
+            device_type, *rest = _auto_devices()
+            self._inner = autocast(rest[0], dtype, enabled, cache_enabled, policy=policy) if rest else None
+        if device_type in _PLAIN and (dtype is None or dtype in _LOW):
+            self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            if enabled and self.fast_dtype not in _LOW:
+                enabled, self.fast_dtype = _ask_torch(device_type, dtype, enabled)
+        else:
+            enabled, self.fast_dtype = _ask_torch(device_type, dtype, enabled)
+        self.device = device_type
+        self._enabled = enabled
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        # "cpu:0" is a spelling that PyTorch takes; policies go by type.
+        plain_type = device_type.split(":", 1)[0]
+        self._slot = slot_for(plain_type)
+        self.policy: Policy | None = None
+        if policy is None:
+            follow_default(self._slot)
+        else:
+            self.policy = resolve_policy(policy)
+            self._plan = prepare_plan(self.policy, plain_type)
+            hook_optimizers()
+        self._entries: list[_Entry] = []
+
+    def __enter__(self) -> autocast:
+        """Set the region's state in this thread."""
+        device = self.device
+        saved = None
+        if self.policy is not None:
+            saved = self._slot.save()
+            self._slot.set(self._plan, self.policy)
+        self._entries.append(
+            (
+                get_ident(),
+                torch.is_autocast_cache_enabled(),
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+                saved,
+            )
+        )
+        torch.set_autocast_enabled(device, self._enabled)
+        torch.set_autocast_dtype(device, self.fast_dtype)
+        torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(self._cache_enabled)
+        casts_of_thread().depth += 1
+        if self._inner is not None:
+            self._inner.__enter__()
+        if torch._C._is_torch_function_mode_enabled():
+            self._show_to_export()
+        return self
+
+    def __exit__(self, *exc_info: object) -> Literal[False]:
+        """Restore what this thread's last entry found; exceptions go on.
+
+        Raises:
+            RegionError: This thread has not entered the region.
+        """
+        _, cache_enabled, enabled, dtype, saved = self._last_entry()
+        if self._inner is not None:
+            self._inner.__exit__(*exc_info)
+        casts = casts_of_thread()
+        casts.depth -= 1
+        if casts.depth == 0 and casts.entries:
+            casts.entries.clear()
+        # PyTorch's cache is for the whole process; it goes when a thread leaves its outermost region.
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        device = self.device
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache_enabled)
+        if saved is not None:
+            self._slot.restore(saved)
+        if torch._C._is_torch_function_mode_enabled():
+            for mode in _export_modes():
+                mode.__torch_function__(torch.amp._exit_autocast, (), ())
+        return False
+
+    def _last_entry(self) -> _Entry:
+        thread = get_ident()
+        entries = self._entries
+        for index in range(len(entries) - 1, -1, -1):
+            if entries[index][0] == thread:
+                return entries.pop(index)
+        msg = (
+            "autocast.__exit__() was called in a thread that has not entered this region; use it in a `with` statement, "
+            "or call __enter__() and __exit__() in pairs in one thread."
+        )
+        raise RegionError(msg)
+
+    def _show_to_export(self) -> None:
+        # torch.export records regions by seeing their entry and exit; no other mode is to know of them.
+        for mode in _export_modes():
+            arguments = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+            mode.__torch_function__(torch.amp._enter_autocast, (), arguments)
+
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function so that each call runs in the region.
+
+        Args:
+            func: A function, a method, or a class (its construction then runs in the region).
+
+        Returns:
+            A function; ``functools.wraps`` is applied.
+
+        Raises:
+            TypeError: ``func`` cannot be called.
+        """
+        if not callable(func):
+            msg = (
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. "
+                f"Did you mean to use autocast as a context manager? For example:\n"
+                f"    with mezzo.torch.autocast(device_type=...):\n"
+                f"        output = model(input)"
+            )
+            raise TypeError(msg)
+        return _decorate(self, func)
+
+    def __repr__(self) -> str:
+        policy = "" if self.policy is None else f", policy={self.policy.name!r}"
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}{policy})"
+
+
+def _decorate(region: autocast, func: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(func)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
+        with region:
+            return func(*args, **kwargs)
+
+    # TorchScript reads this attribute and shows its text.
+    decorated.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
+    return decorated
+
+
+def _ask_torch(device: str, dtype: torch.dtype | None, enabled: bool) -> tuple[bool, torch.dtype]:
+    """Let PyTorch's constructor check the arguments: its errors and warnings, in its words.
+
+    Its warnings are shown again from here, so that they point at the caller's line and not at mezzo's.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checked = torch.autocast(device, dtype=dtype, enabled=enabled)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=4)
+    return checked._enabled, checked.fast_dtype
+
+
+def _auto_devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and is_autocast_available(accelerator.type):
+        return [accelerator.type, "cpu"]
+    return ["cpu"]
+
+
+def _export_modes() -> list[Any]:
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode  # noqa: PLC0415 - only under export
+
+    stack = torch.overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if isinstance(mode, PreDispatchTorchFunctionMode)][:1]

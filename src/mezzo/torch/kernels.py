@@ -1,0 +1,146 @@
+"""Kernels: how mezzo gets to see a call, on PyTorch's own autocast dispatch keys.
+
+For each op that some policy has changed, one kernel is registered on the device's autocast key through `torch.library`, the
+way PyTorch's accelerator guide does it in C++. At every call it asks the thread's active plan (`mezzo.torch.active`):
+
+* the op is in the plan: its action casts and runs it, with the key excluded for the ops inside;
+* it is not, and PyTorch has a kernel of its own: that kernel runs, as if mezzo were not there;
+* it is not, and PyTorch has none: the op goes on past the key, with autocast still on for the ops inside it.
+
+Kernels are registered when a policy that needs them is first used, once per process, and stay: a thread may be running one.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mezzo.torch.active import slot_for
+from mezzo.torch.casting import Device, device_for
+from mezzo.torch.ops import OpSpec, autocast_key_name, op_spec
+from mezzo.torch.plans import Plan, build_plan
+
+__all__ = ["installed_kernels", "install", "serve_all"]
+
+_lock = threading.Lock()
+_installed: dict[tuple[str, str], Callable[..., Any]] = {}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def install(plan: Plan) -> None:
+    """Register the kernels that a plan needs and that are not there yet.
+
+    Args:
+        plan: The plan; nothing happens for an empty one.
+    """
+    missing = [op for op in plan.ops if (plan.device, op) not in _installed]
+    if missing:
+        with _lock:
+            _register(missing, device_for(plan.device))
+
+
+def installed_kernels(device_type: str) -> frozenset[str]:
+    """Name the ops for which mezzo has registered a kernel on a device in this process."""
+    return frozenset(op for device, op in _installed if device == device_type)
+
+
+def _register(ops: Iterable[str], device: Device) -> None:
+    with warnings.catch_warnings():
+        # PyTorch says once per process that a kernel is overridden. That is what a policy asks for, so just this one is
+        # not shown.
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        for op in ops:
+            spec = op_spec(op)
+            if spec is None or (device.type, op) in _installed:
+                continue
+            kernel = _make_kernel(spec, device)
+            namespace, _, name = op.partition("::")
+            _library(namespace).impl(
+                name, kernel, autocast_key_name(device.type), with_keyset=True, allow_override=True
+            )
+            _installed[device.type, op] = kernel
+
+
+def _library(namespace: str) -> torch.library.Library:
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
+    return library
+
+
+def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
+    name = spec.name
+    slot = slot_for(device.type)
+    hand_back = _native(spec, device)
+    past_key = _past_key(spec, device)
+    device_type, key = device.type, device.key
+    low_dtype = torch.get_autocast_dtype
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    float16 = torch.float16
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        plan = slot.plan
+        if plan is None:
+            return hand_back(keyset, *args, **kwargs)
+        low = low_dtype(device_type)
+        served = (plan.bfloat16 if low is not float16 else plan.float16).get(name)
+        if served is None:
+            return hand_back(keyset, *args, **kwargs)
+        action = served.action
+        if action is None:
+            return past_key(keyset, *args, **kwargs)
+        exclude(key, True)
+        try:
+            return action(args, kwargs, low)
+        finally:
+            exclude(key, False)
+
+    return kernel
+
+
+def _native(spec: OpSpec, device: Device) -> Callable[..., Any]:
+    key_name = autocast_key_name(device.type)
+    # Asked first: calling into an op without such a kernel is an internal error of PyTorch's.
+    if torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, key_name):
+        return torch.library.get_kernel(spec.overload, key_name).call_boxed  # type: ignore[no-any-return]
+    return _past_key(spec, device)
+
+
+def _past_key(spec: OpSpec, device: Device) -> Callable[..., Any]:
+    redispatch = spec.overload.redispatch
+    after = device.past_key
+
+    def past_key(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & after, *args, **kwargs)
+
+    return past_key
+
+
+@contextmanager
+def serve_all(device_type: str) -> Iterator[Plan]:
+    """Let mezzo's kernels serve every op of a device's table in this thread, also where PyTorch's would do the same.
+
+    This is how the tests and benchmarks hold mezzo's kernels against PyTorch's; there is no reason to use it otherwise.
+    Regions that are entered inside replace it for their length.
+
+    Args:
+        device_type: The device.
+
+    Yields:
+        The plan.
+    """
+    slot = slot_for(device_type)
+    before = slot.plan
+    policy = slot.policy
+    plan = build_plan(policy, device_type, serve_all=True)
+    install(plan)
+    slot.plan = plan
+    try:
+        yield plan
+    finally:
+        slot.plan = before

@@ -1,0 +1,244 @@
+"""PyTorch's ops: which exist, what their schemas say, and what PyTorch itself registers for autocast.
+
+The tables in `mezzo.tables` are data read off one release. This module reads the same facts off the release that is
+installed, so a test can say what changed, and gives the kernels what they need to know about a schema.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from mezzo import tables
+from mezzo.errors import UnknownOpError
+from mezzo.vocabulary import vocabulary
+
+__all__ = ["OpSpec", "TableChange", "installed_catalog", "op_spec", "registered_ops", "table_change"]
+
+# Ops whose purpose is a dtype, a device, a copy, new memory or a test, vendors' own and private ones: a policy's default
+# must not cast their inputs.
+_NOT_COMPUTE = re.compile(
+    r"_|to($|_)|type_as|clone|contiguous|detach|lift|.*copy$|new_|empty|full|zeros|ones|rand|normal$|bernoulli|is_|isin|isnan"
+    r"|isinf|isfinite|isneginf|isposinf|isclose|allclose|equal$|sym_|(de)?quantize|q_|fake_quantize|choose_qparams|int_repr"
+    r"|alias|result_type|segment|fbgemm|cudnn|miopen|mkldnn|data$|nonzero|one_hot|bincount|poisson$|cauchy|uniform|geometric"
+    r"|exponential|log_normal|binomial|multinomial|rrelu_with|flatten_dense|unflatten_dense"
+)
+
+# Arguments that an op updates in place without its schema saying so. A cast would update a copy and lose the update.
+_STATE_ARGUMENTS = frozenset({"running_mean", "running_var"})
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What a kernel must know about one overload.
+
+    Attributes:
+        name: Canonical name, ``"aten::sum.dim_IntList"``.
+        overload: The callable `torch._ops.OpOverload`.
+        tensors: Index and name of each positional tensor argument (``Tensor`` or ``Tensor?``).
+        tensor_lists: The same for ``Tensor[]`` arguments. ``Tensor?[]``, the indices of ``index_put``, is not cast.
+        uncast: Whether a positional argument holds tensors that are never cast: indices, running statistics.
+        keyword_tensors: Names of tensor arguments that come by keyword only.
+        dtype: Index of the optional dtype argument, None if there is none.
+        dtype_keyword_only: Whether that argument comes by keyword only.
+        positional_defaults: The defaults of the positional arguments, None where there is none.
+        mutates: Whether the op writes into an argument.
+    """
+
+    name: str
+    overload: Any
+    tensors: tuple[tuple[int, str], ...]
+    tensor_lists: tuple[tuple[int, str], ...]
+    uncast: bool
+    keyword_tensors: tuple[str, ...]
+    dtype: int | None
+    dtype_keyword_only: bool
+    positional_defaults: tuple[Any, ...]
+    mutates: bool
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """How the installed PyTorch differs from a built-in table.
+
+    Attributes:
+        device: The device of the table.
+        added: Ops that PyTorch registers and the table lacks.
+        removed: Ops that the table has and PyTorch does not register.
+    """
+
+    device: str
+    added: frozenset[str]
+    removed: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed)
+
+    def __str__(self) -> str:
+        if not self:
+            return f"{self.device}: the table is what torch {torch.__version__} registers"
+        lines = [f"{self.device}: torch {torch.__version__} differs from the built-in table"]
+        lines += [f"  + {op} is registered and not in the table" for op in sorted(self.added)]
+        lines += [f"  - {op} is in the table and not registered" for op in sorted(self.removed)]
+        return "\n".join(lines)
+
+
+def find_overload(name: str) -> Any | None:
+    """Find an overload by canonical name.
+
+    Args:
+        name: ``"aten::mm"`` or ``"mylib::op.overload"``.
+
+    Returns:
+        The `torch._ops.OpOverload`, or None if this PyTorch has no such op.
+    """
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return getattr(packet, overload or "default", None)
+
+
+@cache
+def op_spec(name: str) -> OpSpec | None:
+    """Read the schema of an op.
+
+    Args:
+        name: A canonical name.
+
+    Returns:
+        The spec, or None if this PyTorch has no such op (a table may be of another release).
+    """
+    overload = find_overload(name)
+    if overload is None:
+        return None
+    arguments = overload._schema.arguments
+    positional = [argument for argument in arguments if not argument.kwarg_only]
+    kinds = [_kind(argument) for argument in positional]
+    dtypes = [
+        i for i, argument in enumerate(arguments) if argument.name == "dtype" and str(argument.type) == "Optional[int]"
+    ]
+    dtype = dtypes[0] if dtypes else None
+    return OpSpec(
+        name=name,
+        overload=overload,
+        tensors=tuple((i, positional[i].name) for i, kind in enumerate(kinds) if kind == "tensor"),
+        tensor_lists=tuple((i, positional[i].name) for i, kind in enumerate(kinds) if kind == "list"),
+        uncast=any(not kind and "Tensor" in str(a.type) for kind, a in zip(kinds, positional, strict=True)),
+        keyword_tensors=tuple(a.name for a in arguments if a.kwarg_only and _kind(a) == "tensor"),
+        dtype=dtype,
+        dtype_keyword_only=dtype is not None and arguments[dtype].kwarg_only,
+        positional_defaults=tuple(a.default_value if a.has_default_value() else None for a in positional),
+        mutates=overload._schema.is_mutable,
+    )
+
+
+def _kind(argument: Any) -> str:
+    """Classify an argument as ``"tensor"``, ``"list"`` (of tensors) or ``""`` (never cast)."""
+    if argument.name in _STATE_ARGUMENTS:
+        return ""
+    return {"Tensor": "tensor", "Optional[Tensor]": "tensor", "List[Tensor]": "list"}.get(str(argument.type), "")
+
+
+def expand_custom_op(name: str) -> tuple[str, ...]:
+    """Turn the name of a custom op into its overloads, as a base name does for aten ops.
+
+    Args:
+        name: ``"mylib::op"`` or ``"mylib::op.overload"``.
+
+    Returns:
+        Canonical names.
+
+    Raises:
+        UnknownOpError: No such op is registered in this process.
+    """
+    if find_overload(name) is not None:
+        return (name,)
+    namespace, _, base = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    if packet is None:
+        msg = f"{name!r} is no op: nothing of that name is registered. Import the module that defines it first."
+        raise UnknownOpError(msg)
+    return tuple(f"{name}.{overload}" for overload in packet.overloads() if "out" not in overload)
+
+
+def registered_ops(device: str) -> frozenset[str]:
+    """Read off PyTorch which ops have an autocast kernel for a device.
+
+    Args:
+        device: A device type with an autocast dispatch key.
+
+    Returns:
+        Canonical names, mezzo's own registrations included.
+    """
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key_name(device))
+    return frozenset(names)
+
+
+def table_change(device: str) -> TableChange:
+    """Compare a built-in table with what the installed PyTorch registers.
+
+    Call it before mezzo registers kernels of its own: those are listed too.
+
+    Args:
+        device: A device that has a table and an autocast key.
+
+    Returns:
+        The difference, falsy when there is none; printing it says what changed.
+    """
+    known = frozenset(tables.device_table(device)) | tables.own_kernels(device)
+    found = registered_ops(device)
+    return TableChange(device, added=found - known, removed=known - found)
+
+
+def autocast_key_name(device: str) -> str:
+    """Name the autocast dispatch key of a device type.
+
+    Args:
+        device: A device type; the renamed PrivateUse1 backend counts as ``"privateuseone"``.
+
+    Returns:
+        The key, such as ``"AutocastCUDA"``.
+    """
+    spelled = {"privateuseone": "PrivateUse1", torch._C._get_privateuse1_backend_name(): "PrivateUse1"}
+    return f"Autocast{spelled.get(device, device.upper())}"
+
+
+def installed_catalog() -> dict[str, frozenset[str]]:
+    """List every aten op of the installed PyTorch with its traits, as ``tables/torch/ops.csv`` holds them.
+
+    Returns:
+        Canonical name to traits; see `mezzo.vocabulary.Vocabulary`.
+    """
+    registered = set(torch._C._dispatch_get_all_op_names())
+    catalog = {}
+    for schema in torch._C._jit_get_all_schemas():
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        if name in registered and name.startswith("aten::"):
+            catalog[name] = frozenset(_traits(schema))
+    return catalog
+
+
+def _traits(schema: Any) -> list[str]:
+    traits = []
+    aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        traits.append("out")
+    elif schema.is_mutable:
+        traits.append("mutates")
+    if any(a.name == "dtype" and str(a.type) == "Optional[int]" for a in schema.arguments):
+        traits.append("dtype")
+    base = schema.name.removeprefix("aten::")
+    takes = any(_kind(a) for a in schema.arguments)
+    gives = bool(schema.returns) and all("Tensor" in str(a.type) for a in schema.returns)
+    if takes and gives and not aliased and "backward" not in base and not _NOT_COMPUTE.match(base):
+        traits.append("compute")
+    return traits
+
+
+def learn_installed_ops() -> None:
+    """Teach the vocabulary the ops of this PyTorch that are newer than the data."""
+    vocabulary("torch").learn(installed_catalog())

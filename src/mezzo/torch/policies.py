@@ -1,0 +1,150 @@
+"""Which policy is in force: the process-wide default, and what a region puts in its place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
+from mezzo.policy import Policy
+from mezzo.torch.active import Slot, slot_for
+from mezzo.torch.kernels import install
+from mezzo.torch.plans import Plan, build_plan
+
+__all__ = ["active_policy", "follow_default", "get_default_policy", "policy_on", "prepare_plan", "set_default_policy"]
+
+_default: Policy = builtin_policy("torch")
+_lock = threading.RLock()
+
+
+def set_default_policy(policy: PolicyLike) -> None:
+    """Set the policy of every region that names none, plain ``torch.autocast`` regions included.
+
+    So a trainer that calls PyTorch's own API can be steered without touching it. The setting is for the process, takes
+    effect at once in all threads, and does not change regions that were given a policy.
+
+    Args:
+        policy: A built-in name, a `Policy`, or the path of a TOML file.
+
+    Raises:
+        UnknownPolicyError: No built-in policy has this name.
+        UnknownOpError: The policy names an op that this PyTorch does not have.
+        PolicyError: The policy is for another framework, or has a rule that an op cannot take.
+
+    Example:
+        >>> import torch, mezzo.torch
+        >>> mezzo.torch.set_default_policy("fp32")
+        >>> with torch.autocast("cpu"):
+        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.float32
+        >>> mezzo.torch.set_default_policy("torch")
+    """
+    global _default  # noqa: PLW0603 - it is the process-wide default
+    resolved = resolve_policy(policy)
+    with _lock:
+        # Built before anything is set, so a policy that cannot work leaves the old one in force everywhere.
+        plans = {device: prepare_plan(resolved, device) for device in _devices_here()}
+        _default = resolved
+        for device, plan in plans.items():
+            _set_class(slot_for(device), plan, resolved)
+
+
+def get_default_policy() -> Policy:
+    """Give the policy of regions that name none.
+
+    Returns:
+        What `set_default_policy` set last; ``"torch"`` at first.
+
+    Example:
+        >>> get_default_policy().name
+        'torch'
+    """
+    return _default
+
+
+def active_policy(device_type: str) -> Policy:
+    """Give the policy that rules a device in this thread now.
+
+    Args:
+        device_type: A device type such as ``"cpu"``.
+
+    Returns:
+        The innermost region's policy, else the process-wide default.
+    """
+    return slot_for(device_type).policy
+
+
+def prepare_plan(policy: Policy, device_type: str) -> Plan | None:
+    """Build a policy's plan for a device and register the kernels it needs.
+
+    Args:
+        policy: The policy.
+        device_type: The device type.
+
+    Returns:
+        The plan; None if PyTorch's own kernels do all that the policy says.
+    """
+    return _prepared(policy, policy.name, device_type)
+
+
+@lru_cache(maxsize=256)
+def _prepared(policy: Policy, name: str, device_type: str) -> Plan | None:  # noqa: ARG001 - equal policies differ in name
+    plan = build_plan(policy, device_type)
+    install(plan)
+    return plan if plan.ops else None
+
+
+def follow_default(slot: Slot) -> None:
+    """Make sure that a device's slot holds the process-wide default.
+
+    `set_default_policy` sets it for the devices of this machine; a backend that was plugged in later meets it here.
+
+    Args:
+        slot: The device's slot.
+    """
+    if type(slot).policy is not _default:
+        with _lock:
+            _set_class(slot, prepare_plan(_default, slot.device_type), _default)
+
+
+def _set_class(slot: Slot, plan: Plan | None, policy: Policy) -> None:
+    type(slot).plan = plan
+    type(slot).policy = policy
+
+
+def _devices_here() -> list[str]:
+    """Name the device types that can run on this machine: the CPU and the accelerator, if there is one."""
+    found = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
+        found.append(accelerator.type)
+    return found
+
+
+@contextmanager
+def policy_on(device_type: str, policy: PolicyLike) -> Iterator[None]:
+    """Make a policy active on a device in this thread, without touching PyTorch's autocast state.
+
+    Regions do this themselves. It is for code that sets PyTorch's state by hand, such as tests on fake tensors of a device
+    that is not there.
+
+    Args:
+        device_type: The device type.
+        policy: As in `mezzo.torch.autocast`.
+
+    Yields:
+        Nothing.
+    """
+    slot = slot_for(device_type)
+    resolved = resolve_policy(policy)
+    plan = prepare_plan(resolved, device_type)
+    saved = slot.save()
+    slot.set(plan, resolved)
+    try:
+        yield
+    finally:
+        slot.restore(saved)

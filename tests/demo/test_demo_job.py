@@ -1,0 +1,126 @@
+"""The main job from end to end, on few samples."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from mezzo.demo import RunResult, run_demo
+from mezzo.demo.job import JSON_NAME, PLOT_NAME
+from mezzo.demo.models import MODELS
+from mezzo.demo.results import PRECISIONS
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One quick demo for all tests: where it wrote, what it returned, what it printed, state kept or not."""
+    output = tmp_path_factory.mktemp("demo") / "made" / "by the demo"
+    screen = io.StringIO()
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    results = run_demo(output, device="cpu", quick=True, console=Console(file=screen, width=80))
+    untouched = torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    return output, results, screen.getvalue(), untouched
+
+
+def test_every_model_runs_in_every_precision(finished):
+    _, results, _, _ = finished
+    assert [(run.model, run.precision) for run in results] == [
+        (model, precision) for model in MODELS for precision in PRECISIONS
+    ]
+
+
+def test_losses_fall_and_accuracies_beat_guessing(finished):
+    """Guessing is right once in ten."""
+    _, results, _, _ = finished
+    for run in results:
+        assert len(run.train_losses) == len(run.test_losses) == len(run.epoch_seconds) == 2
+        assert run.train_losses[1] < 0.7 * run.train_losses[0]
+        assert 0.5 < run.test_accuracy <= 1
+
+
+def test_bfloat16_learns_what_float32_learns(finished):
+    """Same weights, same order: losses within 5%, accuracies within 6 of the 120 test samples."""
+    _, results, _, _ = finished
+    for plain, mixed in zip(results[::2], results[1::2], strict=True):
+        assert mixed.train_losses == pytest.approx(plain.train_losses, rel=0.05)
+        assert mixed.test_accuracy == pytest.approx(plain.test_accuracy, abs=0.05)
+        assert mixed.train_losses != plain.train_losses
+
+
+def test_bfloat16_needs_less_memory(finished):
+    _, results, _, _ = finished
+    for plain, mixed in zip(results[::2], results[1::2], strict=True):
+        # Weights, gradients and AdamW's two moments, four bytes each, are the least a step holds.
+        assert 16 * mixed.parameters < mixed.peak_memory_bytes < plain.peak_memory_bytes
+
+
+def test_the_plot_is_a_png_of_some_size(finished):
+    output, _, _, _ = finished
+    picture = (output / PLOT_NAME).read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+    assert width > 1000
+    assert height > 400
+    assert len(picture) > 20_000
+
+
+def test_the_json_gives_the_results_back(finished):
+    output, results, _, _ = finished
+    document = json.loads((output / JSON_NAME).read_text(encoding="utf-8"))
+    read = []
+    for entry in document["runs"]:
+        assert entry.pop("seconds") == pytest.approx(sum(entry["epoch_seconds"]))
+        assert (entry.pop("speed_up") == 1) == (entry["precision"] == "float32")
+        lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
+        read.append(RunResult(**{**entry, **lists}))
+    assert read == results
+
+
+def test_the_json_says_how_to_repeat_it(finished):
+    output, _, _, _ = finished
+    document = json.loads((output / JSON_NAME).read_text(encoding="utf-8"))
+    assert document["torch"] == torch.__version__
+    assert document["device"]["type"] == "cpu"
+    assert document["threads"] == torch.get_num_threads()
+    assert document["plan"]["seed"] == 0
+    assert document["plan"]["epochs"] == 2
+    assert document["mezzo"]
+
+
+def test_the_screen_shows_table_progress_and_paths(finished):
+    """Complete at 80 columns: nothing cut short, every model and precision, both files."""
+    output, _, screen, _ = finished
+    assert "…" not in screen
+    for text in ("conv net, bfloat16", "2/2", "speed", "peak,", "casts", "listed ops", "bfloat16 "):
+        assert text in screen
+    assert str(output / PLOT_NAME) in screen
+    assert str(output / JSON_NAME) in screen
+
+
+def test_nothing_global_changes(finished):
+    """Random state and thread count are the caller's."""
+    _, _, _, untouched = finished
+    assert untouched
+
+
+def test_too_few_epochs_are_refused_before_any_work(tmp_path):
+    with pytest.raises(ValueError, match="epochs=0"):
+        run_demo(tmp_path / "none", epochs=0, quick=True, console=Console(file=io.StringIO()))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_demo_takes_the_gpu(tmp_path):
+    """Chosen without being asked for; memory is CUDA's count, and the numbers are as good as on the CPU."""
+    results = run_demo(tmp_path, quick=True, console=Console(file=io.StringIO()))
+    document = json.loads((tmp_path / JSON_NAME).read_text(encoding="utf-8"))
+    assert document["device"] == {"type": "cuda", "name": torch.cuda.get_device_name()}
+    for plain, mixed in zip(results[::2], results[1::2], strict=True):
+        assert mixed.train_losses == pytest.approx(plain.train_losses, rel=0.05)
+        assert 16 * mixed.parameters < mixed.peak_memory_bytes
+        assert mixed.ops_by_dtype["bfloat16"] >= 4

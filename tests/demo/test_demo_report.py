@@ -1,0 +1,87 @@
+"""The table, the speed-up and the choice of device, apart from any training."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from mezzo.demo.devices import describe, pick_device
+from mezzo.demo.report import results_table
+from mezzo.demo.results import RunResult, speed_up
+
+
+def result(model="transformer", precision="float32", seconds=(2.0, 2.0, 2.0), **changes):
+    fields = {
+        "parameters": 10,
+        "train_losses": (2.0, 0.5),
+        "test_losses": (2.1, 0.6),
+        "test_accuracy": 0.987,
+        "peak_memory_bytes": 1234 * 2**20 + 2**19,
+        "ops_by_dtype": {"bfloat16": 12, "float32": 34},
+        "casts": 1234,
+    }
+    return RunResult(model=model, precision=precision, epoch_seconds=seconds, **{**fields, **changes})
+
+
+def printed(results, width):
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(results_table(results, torch.device("cpu")))
+    return screen.getvalue()
+
+
+def test_speed_up_compares_median_epochs():
+    """2 s against 1 s, whatever one disturbed epoch took."""
+    plain, mixed = result(), result(precision="bfloat16", seconds=(1.0, 60.0, 1.0))
+    assert speed_up(mixed, [plain, mixed]) == 2.0
+    assert speed_up(plain, [plain, mixed]) == 1.0
+
+
+def test_speed_up_needs_a_float32_run_of_the_same_model():
+    mixed = result(precision="bfloat16")
+    assert speed_up(mixed, [result(model="conv net"), mixed]) is None
+    assert " - " in printed([mixed], 120)
+
+
+def test_a_row_holds_the_numbers():
+    line = next(line for line in printed([result()], 120).splitlines() if line.startswith("transformer"))
+    cells = ("float32", "0.5000", "98.7%", "6.0", "1.00x", "1234.5", "bfloat16 12, float32 34", "1234")
+    assert line.split(maxsplit=1)[1].replace("  ", " ").replace("  ", " ").strip() == " ".join(cells)
+
+
+def test_large_numbers_fit_into_eighty_columns():
+    """What a log file gets: wrapped where it must be, cut nowhere."""
+    text = printed([result(seconds=(400.0, 199.9)), result(precision="bfloat16")], 80)
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    for number in ("599.9", "1234.5", "0.5000", "98.7%", "bfloat16 12", "float32 34", "1234"):
+        assert number in text
+
+
+def test_no_listed_op_is_shown_as_a_dash():
+    text = printed([result(ops_by_dtype={}, casts=0)], 120)
+    assert text.splitlines()[4].rstrip().endswith("0")
+    assert " - " in text
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"'warp' is not one that PyTorch knows; expected a name like 'cpu'"):
+        pick_device("warp")
+
+
+def test_a_device_without_autocast_is_refused():
+    with pytest.raises(ValueError, match="'meta' has no autocast; leave the device out"):
+        pick_device("meta")
+
+
+def test_an_absent_device_is_refused():
+    absent = "cuda:99" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ValueError, match=f"'{absent}' is not present here; use 'cpu'"):
+        pick_device(absent)
+
+
+def test_the_processor_is_always_there():
+    assert pick_device("cpu") == torch.device("cpu")
+    assert f"{torch.get_num_threads()} threads" in describe(torch.device("cpu"))
