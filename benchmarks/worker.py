@@ -51,6 +51,7 @@ def _answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     import torch
+
     from benchmarks.cases import case_named
     from benchmarks.workloads import build
 

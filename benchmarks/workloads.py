@@ -12,8 +12,9 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from benchmarks.calls import LOW, OPS, RULES, Call
 from torch import Tensor, nn
+
+from benchmarks.calls import LOW, OPS, RULES, Call
 
 if TYPE_CHECKING:
     from benchmarks.cases import Case

@@ -79,7 +79,7 @@ def test_only_the_bfloat16_run_passes_through_autocast(few_digits):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_learns_the_digits_in_bfloat16(name):
-    """Six epochs on all of the training part reach 96% on the test part; the demo trains twice as long."""
+    """Four epochs on all of the training part reach 96% on the test part; the demo trains longer."""
     result = train(name, "bfloat16", Plan(epochs=4), load_split(seed=0)).result()
     assert result.test_accuracy > 0.96
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def pick_device(requested: str | None = None) -> torch.device:
@@ -47,11 +52,12 @@ def _is_present(device: torch.device) -> bool:
 
 
 def describe(device: torch.device) -> str:
-    """A name for people: the GPU's, or the processor's architecture and thread count."""
+    """A name for people: the GPU's, or the processor's architecture and the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
     return str(device)
 
 
@@ -60,3 +66,19 @@ def clock(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Let PyTorch's CPU operators use one thread until the end of the region.
+
+    The nets are small. A second thread gains little on idle cores, while on cores that are shared with other
+    programs, or with a container's quota, each operator waits for the slowest thread: ten times slower,
+    measured. One thread also gives the same losses whatever the number of cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -42,7 +42,7 @@ class ConvNet(nn.Module):
 class RowTransformer(nn.Module):
     """A transformer encoder that reads an image as a sequence of eight rows of eight pixels."""
 
-    def __init__(self, width: int = 192, layers: int = 3) -> None:
+    def __init__(self, width: int = 192, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(SIDE, width)
         self.position = nn.Parameter(torch.randn(SIDE, width) * 0.02)

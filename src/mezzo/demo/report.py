@@ -33,7 +33,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {"color": "#1d3f72", "linewidth": 1.3},
 }
 CAPTION = (
-    "time: training steps only. speed up: median epoch, against float32.\n"
+    "time: training steps only. speed up: against float32 of the same model.\n"
     "peak: memory of one training step. listed ops, casts: calls that autocast\n"
     "decided on and casts it inserted, in one forward pass with its loss."
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +20,7 @@ class Plan:
         ValueError: If there is not at least one epoch of at least one sample.
     """
 
-    epochs: int = 12
+    epochs: int = 10
     batch_size: int = 128
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
@@ -70,14 +69,12 @@ class RunResult:
 
 
 def speed_up(result: RunResult, results: Iterable[RunResult]) -> float | None:
-    """How many times faster a run's median epoch is than that of the same model in float32.
-
-    The median, because one epoch that another program disturbs should not decide.
+    """How many times faster a run trained than the same model in float32.
 
     Returns:
         The ratio, above 1 when `result` is faster, or None where `results` has no float32 run of the model.
     """
     for other in results:
         if other.model == result.model and other.precision == "float32":
-            return statistics.median(other.epoch_seconds) / statistics.median(result.epoch_seconds)
+            return other.seconds / result.seconds
     return None

@@ -52,7 +52,8 @@ class Device:
 
     def __init__(self, device_type: str, key_name: str) -> None:
         self.type = device_type
-        self.key = getattr(torch._C.DispatchKey, key_name)
+        # Not every key is an attribute of DispatchKey; parsing its name finds them all.
+        self.key = torch._C._dispatch_key_parse(key_name)
         self.past_key = torch._C._dispatch_keyset_full_after(self.key)
         self.cast, self.cast_weight, self.eligible = _casts_on(device_type)
 

@@ -1,0 +1,106 @@
+"""What every test here relies on: GPU tests that skip or insist, and no test that leaks autocast state."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# The nets of the tests are small: threads would mostly wait for each other, the more so on a busy machine.
+# PyTorch reads this when it is imported, which is later than here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+NO_GPU = "needs a CUDA device, and torch.cuda.is_available() is False"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-required",
+        action="store_true",
+        help="fail at once, instead of skipping the tests marked gpu, if there is no CUDA device",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("--gpu-required") and not _has_gpu():
+        msg = f"--gpu-required was given: the session {NO_GPU}. Run it on a machine with an NVIDIA GPU."
+        raise pytest.UsageError(msg)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _has_gpu() -> bool:
+    import torch  # tests of the core run without PyTorch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _autocast_state_stays() -> Iterator[None]:
+    """Fail the test that leaves autocast state behind, and put the state right for the next one."""
+    yield
+    # A test that never imported PyTorch cannot have changed its state, and should not pay for importing it.
+    if "torch" not in sys.modules:
+        return
+    left = _leaked_state()
+    _reset_state()
+    assert left == {}, f"the test left autocast state behind: {left}"
+
+
+def _leaked_state() -> dict[str, object]:
+    import torch
+
+    torch.autocast_increment_nesting()
+    found: dict[str, object] = {
+        "nesting": torch.autocast_decrement_nesting(),
+        "cache flag": torch.is_autocast_cache_enabled(),
+        "cpu enabled": torch.is_autocast_enabled("cpu"),
+        "cpu dtype": torch.get_autocast_dtype("cpu"),
+        "cuda enabled": torch.is_autocast_enabled("cuda"),
+        "cuda dtype": torch.get_autocast_dtype("cuda"),
+        "policy": _default_policy_name(),
+    }
+    clean = {
+        "nesting": 0,
+        "cache flag": True,
+        "cpu enabled": False,
+        "cpu dtype": torch.bfloat16,
+        "cuda enabled": False,
+        "cuda dtype": torch.float16,
+        "policy": "torch",
+    }
+    return {name: value for name, value in found.items() if value != clean[name]}
+
+
+def _default_policy_name() -> str:
+    adapter = sys.modules.get("mezzo.torch")
+    return adapter.get_default_policy().name if adapter else "torch"
+
+
+def _reset_state() -> None:
+    import torch
+
+    _reset_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, dtype)
+    if adapter := sys.modules.get("mezzo.torch"):
+        adapter.set_default_policy("torch")
+
+
+def _reset_nesting() -> None:
+    import torch
+
+    torch.autocast_increment_nesting()
+    nesting = torch.autocast_decrement_nesting()
+    for _ in range(abs(nesting)):
+        (torch.autocast_decrement_nesting if nesting > 0 else torch.autocast_increment_nesting)()
