@@ -56,7 +56,7 @@ class FromElsewhere(torch.autograd.Function):
     """A function one cannot change, which insists on float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
         """Double the input."""
         if x.dtype is not torch.float32:
             msg = f"FromElsewhere takes float32, got {x.dtype}"
@@ -64,7 +64,7 @@ class FromElsewhere(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         """Double the gradient."""
         return gradient * 2
 

@@ -65,7 +65,7 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.get_autocast_dtype("cpu"),
         "cuda enabled": torch.is_autocast_enabled("cuda"),
         "cuda dtype": torch.get_autocast_dtype("cuda"),
-        "policy": _default_policy_name(),
+        **_policies(),
     }
     clean = {
         "nesting": 0,
@@ -74,14 +74,24 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.bfloat16,
         "cuda enabled": False,
         "cuda dtype": torch.float16,
-        "policy": "torch",
+        "default policy": "torch",
+        "active policy": "torch",
+        "open regions": 0,
     }
     return {name: value for name, value in found.items() if value != clean[name]}
 
 
-def _default_policy_name() -> str:
-    adapter = sys.modules.get("mezzo.torch")
-    return adapter.get_default_policy().name if adapter else "torch"
+def _policies() -> dict[str, object]:
+    if "mezzo.torch" not in sys.modules:
+        return {}
+    from mezzo.torch import active_policy, get_default_policy
+    from mezzo.torch.cache import casts_of_thread
+
+    return {
+        "default policy": get_default_policy().name,
+        "active policy": active_policy("cpu").name,
+        "open regions": casts_of_thread().depth,
+    }
 
 
 def _reset_state() -> None:
@@ -93,8 +103,19 @@ def _reset_state() -> None:
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
         torch.set_autocast_enabled(device, False)
         torch.set_autocast_dtype(device, dtype)
-    if adapter := sys.modules.get("mezzo.torch"):
-        adapter.set_default_policy("torch")
+    if "mezzo.torch" in sys.modules:
+        _reset_policies()
+
+
+def _reset_policies() -> None:
+    from mezzo.torch import set_default_policy
+    from mezzo.torch.active import slots
+    from mezzo.torch.cache import casts_of_thread
+
+    set_default_policy("torch")
+    casts_of_thread().depth = 0
+    for slot in slots().values():
+        slot.restore({})
 
 
 def _reset_nesting() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import tables
 from .decision import LOW_DTYPES, CastPolicy, input_dtypes
-from .rules import Rule
+from .rules import ByDtype, Rule
 from .vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -28,7 +29,16 @@ _MEANING = {
     CastPolicy.FALLTHROUGH: "the op, and the ops inside it, run in the dtypes that came in",
     CastPolicy.OPAQUE: "the op runs in exactly the dtypes that were traced",
 }
-_UNLISTED = "runs in the dtypes that came in; the ops inside a composite op follow the policy"
+_HEADINGS: dict[object, str] = {
+    None: "not listed",
+    "own": "a kernel of the framework's own",
+    "device": "left to the device",
+}
+_ALONE: dict[object, str] = {
+    None: "runs in the dtypes that come in; the ops inside a composite op follow the policy",
+    "own": "casts to float16, whatever the region's dtype, and re-flattens the weights into one buffer",
+    "device": "the device's own table decides; name a device to see it",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ class OpExplanation:
 
     Attributes:
         op: Canonical name.
-        rule: The rule in force; None if the op is not listed and the default is to leave it alone.
+        rule: The rule in force; None if the op is not listed and the default is to leave it alone, ``"device"`` if the
+            device's own table decides, ``"own"`` for a kernel of the framework's that no cast policy describes.
         origin: Where the rule was set.
         inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op.
     """
@@ -49,17 +60,22 @@ class OpExplanation:
 
     def lines(self) -> list[str]:
         """Say it in a few lines of text."""
-        text = [f"{self.op}: {self.rule if self.rule is not None else 'not listed'}", f"  from {self.origin}"]
-        if self.rule == "device":
-            return [*text, "  the device's own table decides; name a device to see it"]
-        if self.rule is None:
-            return [*text, f"  {_UNLISTED}"]
-        for low in LOW_DTYPES:
-            rule = _rule_for(self.rule, low)
-            mapped = [f"{came} -> {reached}" for came, reached in self.inputs[low].items()]
-            changes = "" if rule is CastPolicy.BANNED else f" ({', '.join(mapped)})"
-            text.append(f"  in a {low} region {_MEANING[rule]}{changes}")
-        return text
+        text = [f"{self.op}: {_HEADINGS.get(self.rule, str(self.rule))}", f"  from {self.origin}"]
+        if self.rule in _ALONE:
+            return [*text, f"  {_ALONE[self.rule]}"]
+        said = {low: _effect(_rule_for(self.rule, low), self.inputs[low]) for low in LOW_DTYPES}
+        if len(set(said.values())) == 1:
+            return [*text, f"  {said['bfloat16']}"]
+        return [*text, *(f"  in a {low} region {effect}" for low, effect in said.items())]
+
+
+def _effect(rule: CastPolicy, inputs: dict[str, str]) -> str:
+    if rule is CastPolicy.BANNED:
+        return _MEANING[rule]
+    changed = [f"{came} -> {reached}" for came, reached in inputs.items() if came != reached]
+    kept = [came for came, reached in inputs.items() if came == reached]
+    effect = "; ".join(part for part in (", ".join(changed), f"{', '.join(kept)} as they come") if part)
+    return f"{_MEANING[rule]} ({effect})"
 
 
 @dataclass(frozen=True)
@@ -89,12 +105,13 @@ class Explanation:
         return "\n".join(text)
 
 
-def explain(policy: Policy, name: str) -> Explanation:
+def explain(policy: Policy, name: str, device: str | None = None) -> Explanation:
     """Explain an op; the work behind `mezzo.Policy.explain`.
 
     Args:
         policy: The policy.
         name: An op name, in any spelling that the vocabulary knows.
+        device: The device whose own table fills in what the policy leaves to it.
 
     Returns:
         The explanation.
@@ -103,15 +120,19 @@ def explain(policy: Policy, name: str) -> Explanation:
         UnknownOpError: The name is no op.
     """
     words = vocabulary(policy.framework)
-    ops = tuple(_explain_one(policy, op) for op in words.resolve(name))
+    own = tables.own_kernels(device, policy.framework) if device else frozenset()
+    policy = policy.on(device) if device else policy
+    ops = tuple(_explain_one(policy, op, own) for op in words.resolve(name))
     inside: tuple[OpExplanation, ...] = ()
     if all(op.rule is None for op in ops):
-        inside = tuple(entry for op in words.inside(name) if (entry := _explain_one(policy, op)).rule is not None)
+        inside = tuple(entry for op in words.inside(name) if (entry := _explain_one(policy, op, own)).rule is not None)
     return Explanation(name, policy.name, ops, inside)
 
 
-def _explain_one(policy: Policy, op: str) -> OpExplanation:
+def _explain_one(policy: Policy, op: str, own: frozenset[str]) -> OpExplanation:
     rule: Rule | str | None = policy.ops.get(op)
+    if rule is None and op in own:
+        return OpExplanation(op, "own", "the framework", {})
     if rule is None:
         unlisted = policy.rule_of(op, "bfloat16")
         rule = None if unlisted == CastPolicy.FALLTHROUGH else unlisted
@@ -123,5 +144,5 @@ def _explain_one(policy: Policy, op: str) -> OpExplanation:
     return OpExplanation(op, rule, policy.origin(op), inputs)
 
 
-def _rule_for(rule: Rule | str, low: str) -> CastPolicy:
-    return CastPolicy(rule if isinstance(rule, str) else getattr(rule, low))
+def _rule_for(rule: Rule | str | None, low: str) -> CastPolicy:
+    return getattr(rule, low) if isinstance(rule, ByDtype) else CastPolicy(str(rule))

@@ -288,7 +288,7 @@ class Policy:
         """
         from .explanation import explain  # noqa: PLC0415 - it imports this module
 
-        return explain(self.on(device) if device else self, op)
+        return explain(self, op, device)
 
     def origin(self, canonical: str) -> str:
         """Name where the rule of an op was set: a table, a policy, or the default."""
@@ -337,5 +337,6 @@ def _default(value: object) -> CastPolicy | Literal["device"]:
 
 def _check_low_dtype(low_dtype: str) -> None:
     if low_dtype not in LOW_DTYPES:
-        msg = f"{low_dtype!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{near(str(low_dtype), LOW_DTYPES)}"
+        hint = near(str(low_dtype), LOW_DTYPES)
+        msg = f"{low_dtype!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{hint}"
         raise PolicyError(msg)

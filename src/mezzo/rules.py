@@ -87,7 +87,8 @@ def parse_rule(name: str, given: RuleLike) -> Rule:
         if not isinstance(given, Mapping):
             return parse_cast_policy(given)
         if unknown := sorted(set(map(str, given)) - set(LOW_DTYPES)):
-            msg = f"{unknown[0]!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{near(unknown[0], LOW_DTYPES)}"
+            hint = near(unknown[0], LOW_DTYPES)
+            msg = f"{unknown[0]!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{hint}"
             raise PolicyError(msg)
         if missing := [dtype for dtype in LOW_DTYPES if dtype not in given]:
             msg = f"a rule that differs by dtype must give both; {missing[0]!r} is missing."

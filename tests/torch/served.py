@@ -63,7 +63,7 @@ def outcome(call: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
     torch.manual_seed(0)
     try:
         return Outcome(value=call(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001 - which error it is gets compared
+    except Exception as error:
         return Outcome(error=error)
 
 
@@ -85,7 +85,9 @@ def differences(native: Outcome, served: Outcome, *, values: bool = True, rtol: 
                 found.append(f"{theirs_one!r} natively, {mine!r} served")
             continue
         if mine.dtype != theirs_one.dtype or mine.shape != theirs_one.shape or mine.device != theirs_one.device:
-            found.append(f"{theirs_one.dtype} {tuple(theirs_one.shape)} natively, {mine.dtype} {tuple(mine.shape)} served")
+            found.append(
+                f"{theirs_one.dtype} {tuple(theirs_one.shape)} natively, {mine.dtype} {tuple(mine.shape)} served"
+            )
         elif values and not same_values(mine, theirs_one, rtol):
             found.append(f"values differ, dtype {mine.dtype}")
     return found

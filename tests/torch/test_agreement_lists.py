@@ -102,7 +102,7 @@ def test_every_entry_agrees_in_dtype_on_fake_tensors(device: str, low: torch.dty
 def run_fake(call: Any, args: Any, kwargs: Any) -> Outcome:
     try:
         return Outcome(value=call(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001 - whether it raises is what is asked
+    except Exception as error:
         return Outcome(error=error)
 
 
@@ -111,7 +111,9 @@ def run_fake(call: Any, args: Any, kwargs: Any) -> Outcome:
     ("attribute", "expected"),
     [("torch_fp16", "low"), ("nn_fp16", "low"), ("torch_fp32", "fp32"), ("nn_fp32", "fp32"), ("methods_fp32", "fp32")],
 )
-def test_unified_gives_a_cpu_the_dtypes_of_the_accelerator_lists(attribute: str, expected: str, low: torch.dtype) -> None:
+def test_unified_gives_a_cpu_the_dtypes_of_the_accelerator_lists(
+    attribute: str, expected: str, low: torch.dtype
+) -> None:
     torch.manual_seed(0)
     dtype = low if expected == "low" else torch.float32
     ran = 0

@@ -96,7 +96,9 @@ def fakes(device: str, low: torch.dtype) -> Iterator[tuple[str, Any, Any, Any, F
             with mode:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
-        leaves = [leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = [
+            leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         if all(leaf.layout is torch.strided for leaf in leaves):
             args, kwargs = tree_map(convert, paired(sample, "first low", low))
             yield name, op, args, kwargs, mode
@@ -128,5 +130,5 @@ def test_every_listed_call_agrees_in_dtype_on_fake_tensors(device: str, low: tor
 def run(op: Any, args: Any, kwargs: Any) -> Outcome:
     try:
         return Outcome(value=op(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001 - whether it raises is what is asked
+    except Exception as error:
         return Outcome(error=error)

@@ -222,12 +222,12 @@ def test_decorated_function_in_a_training_step_of_a_module(dtype: torch.dtype) -
 def test_backward_without_a_decorated_forward_says_what_to_do() -> None:
     class OnlyBackward(Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
             return x * 2
 
         @staticmethod
         @custom_bwd(device_type="cpu")
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        def backward(_ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
     x = torch.ones(2, requires_grad=True)

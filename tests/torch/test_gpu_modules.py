@@ -1,4 +1,4 @@
-"""On a real GPU: modules and ops by value and dtype, among them what fake tensors cannot run (cuDNN, cells, grid_sample)."""
+"""On a real GPU: modules and ops by value and dtype, also what fake tensors cannot run (cuDNN, cells, grid_sample)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's
+class LiveStorages(TorchDispatchMode):  # PyTorch's
     """While active, knows how many bytes of tensor storage are alive, and how many were at most.
 
     A storage counts once however many views it has, with its full size, from the first operator that takes or
@@ -30,7 +30,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
+        super().__init__()  # PyTorch's
         self.live_bytes = 0
         self.peak_bytes = 0
         # PyTorch keeps one Python object per storage for as long as the storage lives, so its id is a key.

@@ -44,7 +44,7 @@ class TrainingStep:
         """Forward and loss in the precision's region, backward and update outside it; returns the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 

@@ -74,7 +74,7 @@ def read(framework: str, name: str) -> Iterator[dict[str, str]]:
     Yields:
         A mapping from column name to cell.
     """
-    with files(__name__).joinpath(framework, f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with files(__name__).joinpath(framework, f"{name}.csv").open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
 
 
@@ -82,8 +82,10 @@ def read(framework: str, name: str) -> Iterator[dict[str, str]]:
 def _rows(framework: str, device: str) -> Mapping[str, str]:
     if device not in devices(framework):
         known = devices(framework)
-        why = f"{_ELSEWHERE[device]}, so mezzo has none to show" if device in _ELSEWHERE else "there is none"
-        msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{near(device, known)}"
+        why, hint = f"{_ELSEWHERE.get(device)}, so mezzo has none to show", ""
+        if device not in _ELSEWHERE:
+            why, hint = "there is no such table", near(device, known)
+        msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
         raise DeviceError(msg)
     return MappingProxyType({row["op"]: row["policy"] for row in read(framework, device)})
 

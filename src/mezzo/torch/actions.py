@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError, PolicyError
-from mezzo.torch.casting import Cast, Device, COMPUTED, common_dtype
+from mezzo.torch.casting import COMPUTED, Cast, Device, common_dtype
 from mezzo.torch.ops import OpSpec, find_overload
 
 __all__ = ["Action", "action_for"]
@@ -70,7 +70,7 @@ def action_for(rule: CastPolicy, spec: OpSpec, device: Device, policy_name: str)
 
 # Ops whose Python binding parses its arguments faster than the generic call of an overload does; the more, the more
 # arguments there are. Each has one overload that these arguments can mean.
-_FAST_BINDINGS = {
+_FAST_BINDINGS: dict[str, Callable[..., Any]] = {
     "aten::conv1d": torch.conv1d,
     "aten::conv2d": torch.conv2d,
     "aten::conv3d": torch.conv3d,
@@ -99,8 +99,8 @@ def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
     cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
-        args, kwargs = cast_all(args, kwargs, low_dtype)
-        return call(*args, **kwargs)
+        cast_args, cast_kwargs = cast_all(args, kwargs, low_dtype)
+        return call(*cast_args, **cast_kwargs)
 
     return action
 
@@ -114,9 +114,9 @@ def _fp32(spec: OpSpec, device: Device) -> Action:
     call = _call(spec)
     cast_all = _caster(spec, device.cast)
 
-    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
-        args, kwargs = cast_all(args, kwargs, torch.float32)
-        return call(*args, **kwargs)
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
+        cast_args, cast_kwargs = cast_all(args, kwargs, torch.float32)
+        return call(*cast_args, **cast_kwargs)
 
     return action
 
@@ -134,9 +134,10 @@ def _promote(spec: OpSpec, device: Device) -> Action:
             value = args[place] if place < given else None
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if eligible(tensor):
-                    dtypes.add(tensor.dtype)  # type: ignore[union-attr]
+                    dtypes.add(tensor.dtype)
         if dtypes and not (len(dtypes) == 1 and dtypes <= COMPUTED):
-            args, kwargs = cast_all(args, kwargs, common_dtype(dtypes, low_dtype))  # type: ignore[assignment]
+            cast_args, cast_kwargs = cast_all(args, kwargs, common_dtype(dtypes, low_dtype))
+            return call(*cast_args, **cast_kwargs)
         return call(*args, **kwargs)
 
     return action
@@ -150,7 +151,7 @@ def _fp32_set_opt_dtype(spec: OpSpec, device: Device) -> Action:
         msg = f"{spec.name} has no optional dtype argument for fp32_set_opt_dtype to set; use fp32."
         raise PolicyError(msg)
 
-    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         if not eligible(args[0]) or kwargs.get("dtype") is not None:
             return call(*args, **kwargs)
         if spec.dtype_keyword_only or len(args) <= place:
@@ -170,7 +171,7 @@ def _fp32_append_dtype(spec: OpSpec, device: Device) -> Action:
     defaults = spec.positional_defaults
     eligible = device.eligible
 
-    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         # Defaults have been left out of the call that came; the other overload has none.
         whole = [*args, *(kwargs.pop(name, default) for name, default in _rest(len(args)))]
         dtype = torch.float32 if eligible(args[0]) else args[0].dtype
@@ -187,7 +188,7 @@ def _fp32_append_dtype(spec: OpSpec, device: Device) -> Action:
 def _fallthrough(spec: OpSpec) -> Action:
     call = _call(spec)
 
-    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         return call(*args, **kwargs)
 
     return action

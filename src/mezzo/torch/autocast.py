@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from mezzo.builtin import PolicyLike, resolve_policy
 from mezzo.errors import RegionError
@@ -184,7 +185,7 @@ class autocast:  # noqa: N801 - PyTorch's name
             self._slot.restore(saved)
         if torch._C._is_torch_function_mode_enabled():
             for mode in _export_modes():
-                mode.__torch_function__(torch.amp._exit_autocast, (), ())
+                mode.__torch_function__(_exit_autocast, (), ())
         return False
 
     def _last_entry(self) -> _Entry:
@@ -203,7 +204,7 @@ class autocast:  # noqa: N801 - PyTorch's name
         # torch.export records regions by seeing their entry and exit; no other mode is to know of them.
         for mode in _export_modes():
             arguments = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
-            mode.__torch_function__(torch.amp._enter_autocast, (), arguments)
+            mode.__torch_function__(_enter_autocast, (), arguments)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function so that each call runs in the region.

@@ -72,7 +72,7 @@ def cached_cast(weight: Tensor, target: torch.dtype, convert: Callable[[Tensor],
         The cast, connected to ``weight`` in the autograd graph whatever the grad mode was when it was made.
     """
     casts = _thread.casts
-    if casts.depth == 0 or not torch.is_autocast_cache_enabled() or tracing() or modes():
+    if casts.depth == 0 or not torch.is_autocast_cache_enabled() or tracing() is not None or modes():
         return convert(weight)
     entries = casts.entries
     if casts.epoch != _epoch:

@@ -145,11 +145,10 @@ def cast_inputs_to(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         fits = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
         return value.to(dtype) if fits else value
     if isinstance(value, Mapping):
-        pairs = {
+        return {
             cast_inputs_to(key, device_type, dtype): cast_inputs_to(item, device_type, dtype)
             for key, item in value.items()
         }
-        return pairs
     if isinstance(value, list | tuple):
         items = [cast_inputs_to(item, device_type, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -159,4 +158,4 @@ def cast_inputs_to(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
         msg = f"Expected `device_type` of type `str`, got: `{type(device_type)}`"
-        raise ValueError(msg)  # noqa: TRY004 - PyTorch's own error for this
+        raise ValueError(msg)  # PyTorch's own error for this

@@ -69,7 +69,7 @@ def _register(ops: Iterable[str], device: Device) -> None:
 def _library(namespace: str) -> torch.library.Library:
     library = _libraries.get(namespace)
     if library is None:
-        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
+        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     return library
 
 
@@ -107,7 +107,7 @@ def _native(spec: OpSpec, device: Device) -> Callable[..., Any]:
     key_name = autocast_key_name(device.type)
     # Asked first: calling into an op without such a kernel is an internal error of PyTorch's.
     if torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, key_name):
-        return torch.library.get_kernel(spec.overload, device.key).call_boxed  # type: ignore[no-any-return]
+        return torch.library.get_kernel(spec.overload, device.key).call_boxed
     return _past_key(spec, device)
 
 

@@ -1,0 +1,90 @@
+"""The command's options and what they call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+import mezzo
+from mezzo import tables
+from mezzo.builtin import resolve_policy
+from mezzo.cli.ops_view import explanation_text, ops_table
+from mezzo.errors import MezzoError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="mezzo",
+    help="Automatic mixed precision with one readable policy model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _fail(error: Exception) -> NoReturn:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"mezzo: {error}", markup=False)
+    raise typer.Exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mezzo {mezzo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Automatic mixed precision with one readable policy model."""
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the loss plot and the numbers.")] = Path("demo-output"),
+    device: Annotated[str | None, typer.Option(help="Device to train on; by default a GPU if there is one.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs per run.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds on a part of the data.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+) -> None:
+    """Train two small networks on real data in float32 and in bfloat16 under autocast, and compare."""
+    try:
+        from mezzo.demo import run_demo  # noqa: PLC0415 - it imports torch, scikit-learn and matplotlib
+    except ModuleNotFoundError as error:
+        _fail(
+            ModuleNotFoundError(f"the demo needs {error.name}, which is not installed; run: pip install 'mezzo[demo]'")
+        )
+    try:
+        run_demo(output, device=device, epochs=epochs, quick=quick, seed=seed, console=Console())
+    except (MezzoError, ValueError) as error:
+        _fail(error)
+
+
+@app.command()
+def ops(
+    op: Annotated[
+        str | None, typer.Argument(help="An op, in any spelling: softmax, F.softmax, aten::softmax.int.")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", "-d", help="Show this device's table.")] = None,
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="A built-in policy, or the path of a .toml file.")
+    ] = "torch",
+    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops.")] = "torch",
+) -> None:
+    """Print which op runs in which dtype, or explain one op."""
+    console = Console()
+    try:
+        chosen = resolve_policy(policy, framework=framework)
+        shown = (device,) if device else tables.devices(framework)
+        if op is None:
+            console.print(ops_table(chosen, shown))
+        else:
+            console.print(explanation_text(chosen, op, shown), highlight=False, soft_wrap=True)
+    except (MezzoError, FileNotFoundError) as error:
+        _fail(error)

@@ -1,0 +1,84 @@
+"""Write ``docs/op-reference.md`` from the tables: ``python -m mezzo.cli.reference docs/op-reference.md``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mezzo import tables
+from mezzo.builtin import builtin_policy
+from mezzo.vocabulary import vocabulary
+
+__all__ = ["reference"]
+
+_HEAD = """# Op reference
+
+Which op runs in which dtype, per device, as PyTorch 2.13 registers it and mezzo holds it as data. Generated from
+`src/mezzo/tables/` by `make docs`; a test holds the two together, and another the tables and PyTorch.
+
+* `lower`: every eligible input is cast to the region's dtype (`lower_precision_fp`).
+* `fp32`: every eligible input is cast to float32.
+* `set dtype`: no input is cast; the op is asked for a float32 result, unless a dtype was given (`fp32_set_opt_dtype`).
+* `append dtype`: the overload with a dtype is called with float32 (`fp32_append_dtype`).
+* `promote`: every eligible input is cast to the widest dtype among them.
+* `banned`: the call raises.
+* `own`: a kernel of PyTorch's that no rule describes: it casts to float16 and re-flattens the weights.
+* `-`: not listed; the op runs in the dtypes that come in.
+
+*reference* is the list that PyTorch's accelerator guide gives to authors of new backends; *unified* is mezzo's policy of
+that name, the same on every device: the CUDA list, and the entries that only the CPU list has. mtia and maia have the same
+list as xpu. The table for hpu is shipped by its vendor in Intel Gaudi's PyTorch plugin and is not part of PyTorch; xla's
+ships with torch_xla.
+
+"""
+
+_SHORT = {
+    "lower_precision_fp": "lower",
+    "fp32": "fp32",
+    "fp32_set_opt_dtype": "set dtype",
+    "fp32_append_dtype": "append dtype",
+    "promote": "promote",
+    "banned": "banned",
+}
+
+_COLUMNS = ("cpu", "cuda", "xpu", "mps", "reference")
+
+
+def reference() -> str:
+    """Make the op reference.
+
+    Returns:
+        Markdown.
+    """
+    columns = {device: {op: str(rule) for op, rule in tables.device_table(device).items()} for device in _COLUMNS}
+    for device, rules in columns.items():
+        rules.update(dict.fromkeys(tables.own_kernels(device), "own"))
+    columns["unified"] = {op: str(rule) for op, rule in builtin_policy("unified").ops.items()}
+    names = sorted({op for rules in columns.values() for op in rules}, key=lambda op: op.lstrip("aten:_"))
+    lines = [f"| op | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for op in names:
+        cells = [_SHORT.get(rules.get(op, "-"), rules.get(op, "-")) for rules in columns.values()]
+        lines.append(f"| `{op.removeprefix('aten::')}` | {' | '.join(cells)} |")
+    return _HEAD + "\n".join(lines) + "\n\n" + _aliases()
+
+
+def _aliases() -> str:
+    lines = [
+        "## Python names",
+        "",
+        "These names, in policies, TOML files and `mezzo ops`, stand for ops that are called otherwise.",
+        "",
+        "| name | ops | and inside these |",
+        "|---|---|---|",
+    ]
+    for name, alias in sorted(vocabulary("torch").aliases.items()):
+        lines.append(f"| `{name}` | {_ops(alias.ops)} | {_ops(alias.inside)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ops(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "-"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
