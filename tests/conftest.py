@@ -76,7 +76,8 @@ def _leaked_state() -> dict[str, object]:
         "cuda dtype": torch.float16,
         "default policy": "torch",
         "active policy": "torch",
-        "open regions": 0,
+        "kept casts": 0,
+        "region policy": None,
     }
     return {name: value for name, value in found.items() if value != clean[name]}
 
@@ -85,12 +86,14 @@ def _policies() -> dict[str, object]:
     if "mezzo.torch" not in sys.modules:
         return {}
     from mezzo.torch import active_policy, get_default_policy
+    from mezzo.torch.active import slot_for
     from mezzo.torch.cache import casts_of_thread
 
     return {
         "default policy": get_default_policy().name,
         "active policy": active_policy("cpu").name,
-        "open regions": casts_of_thread().depth,
+        "kept casts": len(casts_of_thread()),
+        "region policy": slot_for("cpu").active,
     }
 
 
@@ -109,13 +112,15 @@ def _reset_state() -> None:
 
 def _reset_policies() -> None:
     from mezzo.torch import set_default_policy
-    from mezzo.torch.active import slots
+    from mezzo.torch.active import slot_for
     from mezzo.torch.cache import casts_of_thread
 
     set_default_policy("torch")
-    casts_of_thread().depth = 0
-    for slot in slots().values():
-        slot.restore({})
+    casts_of_thread().clear()
+    for device in ("cpu", "cuda"):
+        slot = slot_for(device)
+        slot.observer = slot.outer = None
+        slot.leave(None)
 
 
 def _reset_nesting() -> None:

@@ -91,7 +91,7 @@ def eligible(dtype: str) -> bool:
         >>> eligible("bfloat16"), eligible("float64"), eligible("int64")
         (True, False, False)
     """
-    return dtype in _BITS or dtype.startswith("float8")
+    return dtype in _BITS or dtype.startswith(("float8", "float4"))
 
 
 def widest(dtypes: Sequence[str], low_dtype: str) -> str | None:

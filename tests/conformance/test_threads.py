@@ -84,7 +84,7 @@ def test_one_instance_may_be_open_in_two_threads_that_leave_in_the_order_they_ca
         return [inside, product_dtype(backend)]
 
     def second() -> list[str]:
-        with backend.region(low, enabled=False):
+        with backend.region(OTHER_LOW[low]):
             step.wait()
             with region:
                 step.wait()
@@ -92,4 +92,4 @@ def test_one_instance_may_be_open_in_two_threads_that_leave_in_the_order_they_ca
                 inside = product_dtype(backend)
             return [inside, product_dtype(backend)]
 
-    assert in_threads(first, second) == [[low, "float32"], [low, "float32"]]
+    assert in_threads(first, second) == [[low, "float32"], [low, OTHER_LOW[low]]]

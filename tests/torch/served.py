@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.torch.active import slot_for
+from mezzo.torch.active import Active, slot_for
 from mezzo.torch.kernels import install, serve_all
-from mezzo.torch.plans import build_plan
 
 
 @contextmanager
@@ -45,8 +44,11 @@ def served_by_mezzo(device: str, hits: set[str]) -> Iterator[None]:
 
             return type(served)(served.op, served.rule, action if served.action else None)
 
-        slot.plan = plan.wrapped(noting)
-        yield
+        before = slot.enter(Active(plan.policy, plan.wrapped(noting)))
+        try:
+            yield
+        finally:
+            slot.leave(before)
 
 
 @dataclass
@@ -97,8 +99,3 @@ def same_values(one: torch.Tensor, other: torch.Tensor, rtol: float) -> bool:
     if one.layout != torch.strided or one.is_quantized:
         one, other = one.to_dense(), other.to_dense()
     return torch.allclose(one, other, rtol=rtol, atol=rtol, equal_nan=True) if one.numel() else True
-
-
-def plan_ops(device: str) -> frozenset[str]:
-    """Name the ops that a serve-all plan of the device's own table serves."""
-    return build_plan(slot_for(device).policy, device, serve_all=True).ops

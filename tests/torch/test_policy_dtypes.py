@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mezzo.torch
 from mezzo.errors import BannedOpError
+from mezzo.policy import Policy
 
 LOW = (torch.bfloat16, torch.float16)
 OTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
@@ -118,6 +119,16 @@ def test_a_dtype_is_set_and_the_input_is_not_cast_before(low):
         assert halves.sum().item() == 150.5
 
 
+@low_dtypes
+def test_a_tensor_that_comes_by_keyword_is_cast_too(low):
+    policy = Policy("mine", {"aten::histogram.bin_ct": "fp32"})
+    with mezzo.torch.autocast("cpu", dtype=low, policy=policy):
+        found = torch.histogram(x(low), 4, weight=x(low, 1))
+    expected = torch.histogram(x(low).float(), 4, weight=x(low, 1).float())
+    assert found.hist.dtype == found.bin_edges.dtype == F32
+    assert torch.equal(found.hist, expected.hist)
+
+
 # Promotion
 
 PROMOTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -126,10 +137,8 @@ PROMOTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_put": lambda one, two: torch.index_put(one, (torch.tensor([0, 2]),), two[:2]),
     "tensordot": lambda one, two: torch.tensordot(one, two, dims=1),
     "atan2": torch.atan2,
-    "cat": lambda one, two: torch.cat([one, two]),
-    "stack": lambda one, two: torch.stack([one, two]),
-    "index_copy": lambda one, two: torch.index_copy(one, 0, torch.tensor([0, 2]), two[:2]),
 }
+"""Ops that mezzo promotes on a CPU. cat, stack and index_copy are left to PyTorch's kernel, whose rule is the same."""
 
 
 @low_dtypes

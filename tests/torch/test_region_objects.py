@@ -1,4 +1,4 @@
-"""Regions as objects: copied, pickled, shown, and refused half-way, with nothing left set."""
+"""Regions as objects: copied, pickled, shown, refused half-way; and what PyTorch's own cache holds while they are open."""
 
 from __future__ import annotations
 
@@ -79,3 +79,25 @@ def test_a_region_shows_what_it_is():
     region = mezzo.torch.autocast("cpu", dtype=torch.float16, enabled=False, policy="fp32")
     assert repr(region) == "autocast('cpu', dtype=torch.float16, enabled=False, policy='fp32')"
     assert repr(mezzo.torch.autocast("cpu")) == "autocast('cpu', dtype=torch.bfloat16, enabled=True)"
+
+
+@low_dtypes
+def test_pytorchs_own_cache_lives_from_the_outermost_entry_to_the_outermost_exit(autocast, low):
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+
+    def cast_node() -> Any:
+        node = torch.mm(weight, torch.ones(2, 2)).grad_fn.next_functions[0][0]
+        assert node.name() == "ToCopyBackward0"
+        return node
+
+    with autocast("cpu", dtype=low):
+        first = cast_node()
+        with autocast("cpu", dtype=low):
+            assert cast_node() is first
+        with autocast("cpu", dtype=low, cache_enabled=False):
+            assert cast_node() is not first
+        assert cast_node() is first
+    with torch.no_grad():
+        weight.mul_(2)
+    with autocast("cpu", dtype=low):
+        assert torch.mm(weight, torch.ones(2, 2))[0, 0].item() == 4

@@ -30,7 +30,7 @@ class LiveStorages(TorchDispatchMode):  # PyTorch's
     """
 
     def __init__(self) -> None:
-        super().__init__()  # PyTorch's
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         # PyTorch keeps one Python object per storage for as long as the storage lives, so its id is a key.

@@ -2,52 +2,96 @@
 
 PyTorch's own state (enabled, dtype, cache flag, nesting) says whether and how low autocast computes; this says by which
 table. A region sets it for its thread and restores it; outside a region of mezzo's the process-wide default rules, which is
-how `set_default_policy` steers plain ``torch.autocast`` regions.
+how `mezzo.torch.set_default_policy` steers plain ``torch.autocast`` regions.
+
+What a region sets is also kept in PyTorch's own thread state, which autograd carries into the threads that run a backward
+pass: there the region's policy rules as its enabled flag does.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from mezzo.builtin import builtin_policy
 from mezzo.policy import Policy
 from mezzo.torch.plans import Plan
 
-__all__ = ["Slot", "slot_for", "slots"]
+__all__ = ["Active", "Slot", "slot_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """A policy in force on a device.
+
+    Attributes:
+        policy: The policy.
+        plan: What mezzo serves under it; None where PyTorch's own kernels do all that it says.
+    """
+
+    policy: Policy
+    plan: Plan | None
+
+
+_NOTHING = Active(builtin_policy("torch"), None)
 
 
 class Slot(threading.local):
-    """The active plan of one device, with one value per thread.
+    """The active policy of one device: one value per thread over one for the process.
 
-    Each device has a subclass of its own: a thread that has set nothing finds the subclass's attributes, which are the
-    process-wide default. So the kernels read one attribute, whether or not a region is open.
+    Each device has a subclass of its own, whose class attributes are what a thread finds that has set nothing.
 
     Attributes:
-        plan: The active plan; None where PyTorch's own kernels do everything.
-        policy: The active policy.
-        device_type: The device, on the subclass.
+        device_type: The device.
+        key: Where PyTorch's thread state holds what a region has set.
+        active: What a region has set in this thread; None outside any.
+        outer: What PyTorch's thread state held when the thread's outermost region was entered.
+        default: What rules outside any region, in the whole process.
         observer: What an open `mezzo.torch.observe` uses to make plans that look in.
     """
 
-    plan: Plan | None = None
-    policy: Policy = builtin_policy("torch")
     device_type: str = ""
+    key: str = ""
+    active: Active | None = None
+    outer: Active | None = None
+    default: Active = _NOTHING
     observer: Callable[[Policy], Plan] | None = None
 
-    def set(self, plan: Plan | None, policy: Policy) -> None:
-        """Set the thread's plan and policy; an observer puts its own plan in the place of the policy's."""
-        self.plan = plan if self.observer is None else self.observer(policy)
-        self.policy = policy
+    def current(self) -> Active:
+        """Give what rules this thread: the region's policy, else that of the thread whose backward pass this one runs,
+        else the process-wide default.
+        """
+        return self.active or self._carried() or self.default
 
-    def save(self) -> dict[str, object]:
-        """Give what the thread has set, to be handed to `restore`."""
-        return self.__dict__.copy()
+    def _carried(self) -> Active | None:
+        """Give what PyTorch's thread state holds; in a thread of autograd's, what the caller of ``backward`` had set."""
+        return torch._C._get_obj_in_tls(self.key) if torch._C._is_key_in_tls(self.key) else None
 
-    def restore(self, saved: dict[str, object]) -> None:
-        """Undo what was set since `save`: also back to following the process-wide default."""
-        self.__dict__.clear()
-        self.__dict__.update(saved)
+    def enter(self, active: Active) -> Active | None:
+        """Put a policy in force in this thread.
+
+        Args:
+            active: The policy and its plan; an open observer puts its own plan in the place of the latter.
+
+        Returns:
+            What was in force, for `leave`.
+        """
+        before = self.active
+        if before is None:
+            self.outer = self._carried()
+        if self.observer is not None:
+            active = Active(active.policy, self.observer(active.policy))
+        self.active = active
+        torch._C._stash_obj_in_tls(self.key, active)
+        return before
+
+    def leave(self, before: Active | None) -> None:
+        """Undo `enter`."""
+        self.active = before
+        torch._C._stash_obj_in_tls(self.key, self.outer if before is None else before)
 
 
 _slots: dict[str, Slot] = {}
@@ -65,10 +109,6 @@ def slot_for(device_type: str) -> Slot:
         with _lock:
             slot = _slots.get(device_type)
             if slot is None:
-                slot = _slots[device_type] = type(f"Slot[{device_type}]", (Slot,), {"device_type": device_type})()
+                attributes = {"device_type": device_type, "key": f"mezzo.active.{device_type}"}
+                slot = _slots[device_type] = type(f"Slot[{device_type}]", (Slot,), attributes)()
     return slot
-
-
-def slots() -> dict[str, Slot]:
-    """Give all slots by device type."""
-    return dict(_slots)

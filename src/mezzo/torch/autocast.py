@@ -8,6 +8,7 @@ recursive function or from several threads.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from threading import get_ident
@@ -19,8 +20,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from mezzo.builtin import PolicyLike, resolve_policy
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
-from mezzo.torch.active import slot_for
-from mezzo.torch.cache import casts_of_thread, hook_optimizers
+from mezzo.torch.active import Active, slot_for
 from mezzo.torch.policies import follow_default, prepare_plan
 
 __all__ = ["autocast", "is_autocast_available"]
@@ -28,8 +28,8 @@ __all__ = ["autocast", "is_autocast_available"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_Entry = tuple[int, bool, bool, torch.dtype, dict[str, object] | None]
-"""What one entry of a region found: its thread, cache flag, enabled flag, dtype, and policy if the region sets one."""
+_Entry = tuple[int, bool, bool, torch.dtype, "Active | None"]
+"""What one entry of a region found: its thread, cache flag, enabled flag, dtype and policy."""
 
 _LOW = (torch.bfloat16, torch.float16)
 # Device types for which PyTorch's constructor checks nothing but the dtype, so that need not be asked each time.
@@ -122,39 +122,32 @@ class autocast:  # noqa: N801 - PyTorch's name
         self.device = device_type
         self._enabled = enabled
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._set_policy(policy)
+        self._entries: list[_Entry] = []
+
+    def _set_policy(self, policy: PolicyLike | None) -> None:
         # "cpu:0" is a spelling that PyTorch takes; policies go by type.
-        plain_type = device_type.split(":", 1)[0]
+        plain_type = self.device.split(":", 1)[0]
         self._slot = slot_for(plain_type)
-        self.policy: Policy | None = None
+        self._active: Active | None = None
         if policy is None:
             follow_default(self._slot)
         else:
-            self.policy = resolve_policy(policy)
-            self._plan = prepare_plan(self.policy, plain_type)
-            hook_optimizers()
-        self._entries: list[_Entry] = []
+            resolved = resolve_policy(policy)
+            self._active = Active(resolved, prepare_plan(resolved, plain_type))
 
     def __enter__(self) -> autocast:
         """Set the region's state in this thread."""
         device = self.device
-        saved = None
-        if self.policy is not None:
-            saved = self._slot.save()
-            self._slot.set(self._plan, self.policy)
-        self._entries.append(
-            (
-                get_ident(),
-                torch.is_autocast_cache_enabled(),
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-                saved,
-            )
-        )
-        torch.set_autocast_enabled(device, self._enabled)
+        dtype = torch.get_autocast_dtype(device)
+        # First, for it is the one call that can fail: on something that is no dtype, of which the constructor only warns.
         torch.set_autocast_dtype(device, self.fast_dtype)
+        cache_enabled, enabled = torch.is_autocast_cache_enabled(), torch.is_autocast_enabled(device)
+        before = self._slot.enter(self._active) if self._active is not None else None
+        self._entries.append((get_ident(), cache_enabled, enabled, dtype, before))
+        torch.set_autocast_enabled(device, self._enabled)
         torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(self._cache_enabled)
-        casts_of_thread().depth += 1
         if self._inner is not None:
             self._inner.__enter__()
         if torch._C._is_torch_function_mode_enabled():
@@ -167,22 +160,18 @@ class autocast:  # noqa: N801 - PyTorch's name
         Raises:
             RegionError: This thread has not entered the region.
         """
-        _, cache_enabled, enabled, dtype, saved = self._last_entry()
+        _, cache_enabled, enabled, dtype, before = self._last_entry()
         if self._inner is not None:
             self._inner.__exit__(*exc_info)
-        casts = casts_of_thread()
-        casts.depth -= 1
-        if casts.depth == 0 and casts.entries:
-            casts.entries.clear()
-        # PyTorch's cache is for the whole process; it goes when a thread leaves its outermost region.
+        # As PyTorch's regions do: the casts of weights go when a thread leaves its outermost region.
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         device = self.device
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(cache_enabled)
-        if saved is not None:
-            self._slot.restore(saved)
+        if self._active is not None:
+            self._slot.leave(before)
         if torch._C._is_torch_function_mode_enabled():
             for mode in _export_modes():
                 mode.__torch_function__(_exit_autocast, (), ())
@@ -228,6 +217,23 @@ class autocast:  # noqa: N801 - PyTorch's name
             raise TypeError(msg)
         return _decorate(self, func)
 
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the region was given; None if it takes the one in force when it is entered."""
+        return None if self._active is None else self._active.policy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a copy or a pickle needs: the arguments, not what open entries have found."""
+        kept = {name: value for name, value in vars(self).items() if name not in {"_slot", "_active", "_entries"}}
+        return {**kept, "policy": self.policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Rebuild a copy."""
+        policy = state.pop("policy")
+        self.__dict__.update(state)
+        self._set_policy(policy)
+        self._entries = []
+
     def __repr__(self) -> str:
         policy = "" if self.policy is None else f", policy={self.policy.name!r}"
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}{policy})"
@@ -253,8 +259,16 @@ def _ask_torch(device: str, dtype: torch.dtype | None, enabled: bool) -> tuple[b
         warnings.simplefilter("always")
         checked = torch.autocast(device, dtype=dtype, enabled=enabled)
     for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=4)
+        warnings.warn(warning.message, warning.category, stacklevel=_callers_level())
     return checked._enabled, checked.fast_dtype
+
+
+def _callers_level() -> int:
+    """Count the frames from the function that asks up to the first one outside of mezzo."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mezzo.torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _auto_devices() -> list[str]:

@@ -1,15 +1,21 @@
-"""The casts of weights that mezzo's own kernels have made in the current outermost region.
+"""The casts of weights that mezzo's own kernels have made.
 
-PyTorch keeps such a cache too, for its own kernels. It ignores changes of the weight and the dtype of the cast, is shared
-by all threads, and any thread's exit empties it. This one belongs to a thread, lives as long as the thread's outermost
-mezzo region, and returns a cast only if the weight is what it was: same version counter, same storage, same dtype.
+PyTorch keeps such a cache for its own kernels. It ignores changes of the weight and the dtype of the cast, and is shared by
+all threads. This one belongs to a thread and returns a cast only if the weight is what it was: same version counter, same
+storage, same dtype.
+
+Its casts live as long as PyTorch's would: until the thread leaves its outermost region, be it mezzo's or
+``torch.autocast``, or calls ``torch.clear_autocast_cache``. That function is what both kinds of region call then, and PyTorch
+offers no other way to hear of it; so it is wrapped, once, when mezzo registers its first kernel. Nothing else of PyTorch is
+touched.
 
 Two kinds of write leave no trace on the weight: ``p.data.add_()`` and the fused steps of some optimizers. So that the
-second is seen too, every optimizer step empties the cache, through PyTorch's global post-step hook.
+second is seen inside a region too, every optimizer step empties the cache, through PyTorch's global post-step hook.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,34 +24,26 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Casts", "cached_cast", "casts_of_thread", "is_cached", "hook_optimizers"]
+__all__ = ["cached_cast", "casts_of_thread", "is_cached", "keep_in_step"]
 
 _Entry = tuple[weakref.ref[Tensor], int, int, Tensor]
 """The weight, its version and its address when it was cast, and the cast."""
 
-
-class Casts:
-    """A thread's casts, and how many mezzo regions it has open.
-
-    Outside any region nothing says when a cast would have to die, so none is kept there.
-    """
-
-    __slots__ = ("depth", "entries", "epoch")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.epoch = 0
-        self.entries: dict[tuple[int, torch.dtype], _Entry] = {}
+Casts = dict[tuple[int, torch.dtype], _Entry]
+"""The casts by the weight's identity and the dtype cast to."""
 
 
 class _Thread(threading.local):
+    """A thread's casts, and the optimizer steps there had been when they were made."""
+
     def __init__(self) -> None:
-        self.casts = Casts()
+        self.casts: Casts = {}
+        self.steps = 0
 
 
 _thread = _Thread()
-_epoch = 0  # moves on at every optimizer step, in any thread
-_hooked = False
+_steps = 0  # optimizer steps in any thread
+_in_step = False
 
 # Calls are being written down: a cast from outside would end up as a constant there.
 tracing = torch._C._get_tracing_state
@@ -53,15 +51,18 @@ modes = torch._C._len_torch_dispatch_stack
 
 
 def casts_of_thread() -> Casts:
-    """Give the calling thread's casts."""
+    """Give the calling thread's casts, those of before the last optimizer step left out."""
+    if _thread.steps != _steps:
+        _thread.casts.clear()
+        _thread.steps = _steps
     return _thread.casts
 
 
 def cached_cast(weight: Tensor, target: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """Cast a leaf that requires gradients, or return the cast made of it before.
 
-    A new cast is made, and none kept, where one could outlive its truth: outside a mezzo region, with the cache switched
-    off, in inference mode, for views, and for tensors that stand for others while code is traced or transformed.
+    A new cast is made, and none kept, where one could outlive its truth: with the cache switched off, in inference mode, for
+    views, and for tensors that stand for others while code is traced or transformed.
 
     Args:
         weight: A float32 leaf tensor that requires gradients.
@@ -71,35 +72,32 @@ def cached_cast(weight: Tensor, target: torch.dtype, convert: Callable[[Tensor],
     Returns:
         The cast, connected to ``weight`` in the autograd graph whatever the grad mode was when it was made.
     """
-    casts = _thread.casts
-    if casts.depth == 0 or not torch.is_autocast_cache_enabled() or tracing() is not None or modes():
+    if not torch.is_autocast_cache_enabled() or tracing() is not None or modes():
         return convert(weight)
-    entries = casts.entries
-    if casts.epoch != _epoch:
-        entries.clear()
-        casts.epoch = _epoch
+    casts = casts_of_thread()
     key = (id(weight), target)
-    entry = entries.get(key)
-    if entry is not None:
-        source, version, pointer, cast = entry
-        if source() is weight and version == weight._version and pointer == weight.data_ptr():
-            return cast
+    entry = casts.get(key)
+    if entry is not None and _is_of(entry, weight):
+        return entry[3]
     if not _keepable(weight):
         return convert(weight)
     with torch.enable_grad():
         cast = convert(weight)
-    entries[key] = (weakref.ref(weight), weight._version, weight.data_ptr(), cast)
+    # The callback bounds the memory: a weight that dies in the region takes its cast along.
+    source = weakref.ref(weight, lambda _: casts.pop(key, None))
+    casts[key] = (source, weight._version, weight.data_ptr(), cast)
     return cast
+
+
+def _is_of(entry: _Entry, weight: Tensor) -> bool:
+    source, version, pointer, _ = entry
+    return source() is weight and version == weight._version and pointer == weight.data_ptr()
 
 
 def is_cached(weight: Tensor, target: torch.dtype) -> bool:
     """Say whether the next cast of a weight in this thread would be one that was made before."""
-    casts = _thread.casts
-    entry = casts.entries.get((id(weight), target))
-    if entry is None or casts.depth == 0 or casts.epoch != _epoch or not torch.is_autocast_cache_enabled():
-        return False
-    source, version, pointer, _ = entry
-    return source() is weight and version == weight._version and pointer == weight.data_ptr()
+    entry = casts_of_thread().get((id(weight), target))
+    return entry is not None and torch.is_autocast_cache_enabled() and _is_of(entry, weight)
 
 
 def _keepable(weight: Tensor) -> bool:
@@ -107,7 +105,9 @@ def _keepable(weight: Tensor) -> bool:
     kind = type(weight)
     return (
         (kind is torch.nn.Parameter or kind is Tensor)
+        and weight.layout is torch.strided
         and not torch.is_inference_mode_enabled()
+        and not weight.is_inference()
         and not weight._is_view()
         and not torch._C._functorch.is_functorch_wrapped_tensor(weight)
         and not torch._is_functional_tensor(weight)
@@ -115,14 +115,23 @@ def _keepable(weight: Tensor) -> bool:
     )
 
 
-def hook_optimizers() -> None:
-    """Have every optimizer step forget the casts of all threads; registered once per process, not at import."""
-    global _hooked  # noqa: PLW0603 - once per process
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_post_hook(_after_step)
+def keep_in_step() -> None:
+    """Have the casts die with PyTorch's, and at every optimizer step; set up once per process."""
+    global _in_step  # noqa: PLW0603 - once per process
+    if _in_step:
+        return
+    _in_step = True
+    register_optimizer_step_post_hook(_after_step)
+    original = torch.clear_autocast_cache
+
+    @functools.wraps(original)
+    def clear_autocast_cache() -> None:
+        _thread.casts.clear()
+        original()
+
+    torch.clear_autocast_cache = clear_autocast_cache
 
 
 def _after_step(*_: object) -> None:
-    global _epoch  # noqa: PLW0603 - one counter tells all threads
-    _epoch += 1
+    global _steps  # noqa: PLW0603 - one counter tells all threads
+    _steps += 1

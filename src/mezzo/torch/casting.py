@@ -21,8 +21,8 @@ __all__ = ["Cast", "Device", "common_dtype", "device_for", "dtype_name"]
 
 COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Eligible dtypes that ops compute in; float8 is for storage."""
-_FLOAT8 = frozenset(dtype for name in dir(torch) if name.startswith("float8") and (dtype := getattr(torch, name)))
-ELIGIBLE = COMPUTED | _FLOAT8
+_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+ELIGIBLE = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point and dtype is not torch.float64)
 """Floating dtypes except float64; complex, integer and boolean tensors are never cast."""
 
 # `Tensor.bfloat16()` is a third faster than `Tensor.to(torch.bfloat16)`, and a cast is most of what a kernel does.

@@ -57,7 +57,7 @@ def deprecated_custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = 
     return custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
-def deprecated_custom_bwd(bwd: Any = None) -> Any:
+def deprecated_custom_bwd(bwd: Any) -> Any:
     """Deprecated; use `mezzo.torch.custom_bwd` with ``device_type="cuda"``.
 
     Args:

@@ -66,7 +66,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
-    # setup_context gets the inputs as forward got them, and the outputs, which must stay the objects they are.
+    # setup_context is to see the inputs that forward computed with; the outputs must stay the objects they are.
     sees_outputs = getattr(fwd, "__name__", "") == "setup_context"
 
     @functools.wraps(fwd)
@@ -75,9 +75,12 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         if args and hasattr(args[0], "save_for_backward"):
             args[0]._dtype = torch.get_autocast_dtype(device_type)
             args[0]._fwd_used_autocast = enabled and cast_inputs is None
-            args[0]._mezzo_policy = slot_for(device_type.split(":")[0]).policy
-        if cast_inputs is None or not enabled or sees_outputs:
+            args[0]._mezzo_policy = slot_for(device_type.split(":")[0]).current().policy
+        if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
+        if sees_outputs:
+            ctx, inputs, *outputs = args
+            return fwd(ctx, cast_inputs_to(inputs, device_type, cast_inputs), *outputs, **kwargs)
         with autocast(device_type, enabled=False):
             return fwd(
                 *cast_inputs_to(args, device_type, cast_inputs), **cast_inputs_to(kwargs, device_type, cast_inputs)

@@ -4,8 +4,8 @@ For each op that some policy has changed, one kernel is registered on the device
 way PyTorch's accelerator guide does it in C++. At every call it asks the thread's active plan (`mezzo.torch.active`):
 
 * the op is in the plan: its action casts and runs it, with the key excluded for the ops inside;
-* it is not, and PyTorch has a kernel of its own: that kernel runs, as if mezzo were not there;
-* it is not, and PyTorch has none: the op goes on past the key, with autocast still on for the ops inside it.
+* it is not, and PyTorch lists it: the action for PyTorch's own rule does the same;
+* it is not, and PyTorch does not list it: the op goes on past the key, with autocast still on for the ops inside it.
 
 Kernels are registered when a policy that needs them is first used, once per process, and stay: a thread may be running one.
 """
@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
-from mezzo.torch.active import slot_for
+from mezzo.torch.actions import action_for
+from mezzo.torch.active import Active, slot_for
+from mezzo.torch.cache import keep_in_step
 from mezzo.torch.casting import Device, device_for
 from mezzo.torch.ops import OpSpec, autocast_key_name, op_spec
-from mezzo.torch.plans import Plan, build_plan
+from mezzo.torch.plans import Plan, Served, build_plan, native_rules
 
 __all__ = ["installed_kernels", "install", "serve_all"]
 
@@ -41,6 +43,7 @@ def install(plan: Plan) -> None:
     missing = [op for op in plan.ops if (plan.device, op) not in _installed]
     if missing:
         with _lock:
+            keep_in_step()
             _register(missing, device_for(plan.device))
 
 
@@ -76,39 +79,59 @@ def _library(namespace: str) -> torch.library.Library:
 def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
     name = spec.name
     slot = slot_for(device.type)
-    hand_back = _native(spec, device)
+    unplanned = _unplanned(spec, device)
     past_key = _past_key(spec, device)
     device_type, key = device.type, device.key
-    low_dtype = torch.get_autocast_dtype
+    region_dtype = torch.get_autocast_dtype
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     float16 = torch.float16
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        plan = slot.plan
-        if plan is None:
-            return hand_back(keyset, *args, **kwargs)
-        low = low_dtype(device_type)
-        served = (plan.bfloat16 if low is not float16 else plan.float16).get(name)
-        if served is None:
-            return hand_back(keyset, *args, **kwargs)
+        # `slot.active` is what `slot.current()` finds first; asked here to save the call.
+        plan = (slot.active or slot.current()).plan
+        low_dtype = region_dtype(device_type)
+        served = unplanned
+        if plan is not None:
+            served = (plan.bfloat16 if low_dtype is not float16 else plan.float16).get(name, unplanned)
         action = served.action
         if action is None:
             return past_key(keyset, *args, **kwargs)
         exclude(key, True)
         try:
-            return action(args, kwargs, low)
+            return action(args, kwargs, low_dtype)
         finally:
             exclude(key, False)
 
     return kernel
 
 
-def _native(spec: OpSpec, device: Device) -> Callable[..., Any]:
+def _unplanned(spec: OpSpec, device: Device) -> Served:
+    """Give what is done with an op on which the policy and PyTorch agree: what PyTorch would do.
+
+    PyTorch's own kernel can be kept aside when it is overridden, but not be called safely: that call holds the GIL while the
+    kernel waits for the lock of the weight cache, and whoever empties the cache holds that lock and waits for the GIL. So
+    the rule that the device's table has for the op is applied by mezzo's own action. Only a kernel of which no table
+    tells the rule has to be called; with the weight cache off, it does not ask for that lock.
+    """
+    own = native_rules(device.type).get(spec.name)
+    if own is not None:
+        return Served(spec.name, own, action_for(own, spec, device, "torch"))
     key_name = autocast_key_name(device.type)
-    # Asked first: calling into an op without such a kernel is an internal error of PyTorch's.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, key_name):
-        return torch.library.get_kernel(spec.overload, device.key).call_boxed
-    return _past_key(spec, device)
+    # Asked first: a call of a kernel that is not there is an internal error of PyTorch's.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, key_name):
+        return Served(spec.name, None, None)
+    kept = torch.library.get_kernel(spec.overload, device.key).call_boxed
+    keyset = torch._C.DispatchKeySet(device.key)
+
+    def call_kept(args: tuple[Any, ...], kwargs: dict[str, Any], _: torch.dtype) -> Any:
+        cache_enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return kept(keyset, *args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cache_enabled)
+
+    return Served(spec.name, None, call_kept)
 
 
 def _past_key(spec: OpSpec, device: Device) -> Callable[..., Any]:
@@ -135,12 +158,11 @@ def serve_all(device_type: str) -> Iterator[Plan]:
         The plan.
     """
     slot = slot_for(device_type)
-    before = slot.plan
-    policy = slot.policy
+    policy = slot.current().policy
     plan = build_plan(policy, device_type, serve_all=True)
     install(plan)
-    slot.plan = plan
+    before = slot.enter(Active(policy, plan))
     try:
         yield plan
     finally:
-        slot.plan = before
+        slot.leave(before)

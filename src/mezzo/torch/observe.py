@@ -24,7 +24,6 @@ from mezzo.torch.casting import device_for, dtype_name
 from mezzo.torch.kernels import install
 from mezzo.torch.ops import op_spec
 from mezzo.torch.plans import Plan, Served, build_plan
-from mezzo.torch.policies import active_policy
 
 __all__ = ["Observation", "OpCall", "observe"]
 
@@ -102,14 +101,14 @@ def observe(device_type: str) -> Iterator[Observation]:
         install(plan)
         return plan.wrapped(lambda served: _observed(served, device_type, seen))
 
-    saved = slot.save()
+    outer = slot.observer
     slot.observer = observed
-    policy = active_policy(device_type)
-    slot.set(None, policy)
+    before = slot.enter(slot.current())
     try:
         yield seen
     finally:
-        slot.restore(saved)
+        slot.leave(before)
+        slot.observer = outer
 
 
 def _observed(served: Served, device_type: str, seen: Observation) -> Served:
@@ -148,9 +147,12 @@ def _casts(rule: CastPolicy, tensors: list[Tensor], low_dtype: torch.dtype, elig
     on_device = [tensor for tensor in tensors if eligible(tensor)]
     came = [dtype_name(tensor.dtype) for tensor in on_device]
     sizes = []
+    cast_now: set[int] = set()  # a weight that comes twice in one call is cast once
     for tensor, before, after in zip(on_device, came, input_dtypes(rule, came, dtype_name(low_dtype)), strict=True):
         target = getattr(torch, after)
-        kept = rule is CastPolicy.LOWER_PRECISION_FP and is_cached(tensor, target)
+        kept = rule is CastPolicy.LOWER_PRECISION_FP and (is_cached(tensor, target) or id(tensor) in cast_now)
         if before != after and not kept:
             sizes.append(tensor.numel() * target.itemsize)
+            if tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled():
+                cast_now.add(id(tensor))
     return sizes

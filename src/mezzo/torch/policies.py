@@ -11,7 +11,7 @@ import torch
 
 from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
 from mezzo.policy import Policy
-from mezzo.torch.active import Slot, slot_for
+from mezzo.torch.active import Active, Slot, slot_for
 from mezzo.torch.kernels import install
 from mezzo.torch.plans import Plan, build_plan
 
@@ -50,7 +50,7 @@ def set_default_policy(policy: PolicyLike) -> None:
         plans = {device: prepare_plan(resolved, device) for device in _devices_here()}
         _default = resolved
         for device, plan in plans.items():
-            _set_class(slot_for(device), plan, resolved)
+            type(slot_for(device)).default = Active(resolved, plan)
 
 
 def get_default_policy() -> Policy:
@@ -75,7 +75,7 @@ def active_policy(device_type: str) -> Policy:
     Returns:
         The innermost region's policy, else the process-wide default.
     """
-    return slot_for(device_type).policy
+    return slot_for(device_type).current().policy
 
 
 def prepare_plan(policy: Policy, device_type: str) -> Plan | None:
@@ -106,14 +106,9 @@ def follow_default(slot: Slot) -> None:
     Args:
         slot: The device's slot.
     """
-    if type(slot).policy is not _default:
+    if slot.default.policy is not _default:
         with _lock:
-            _set_class(slot, prepare_plan(_default, slot.device_type), _default)
-
-
-def _set_class(slot: Slot, plan: Plan | None, policy: Policy) -> None:
-    type(slot).plan = plan
-    type(slot).policy = policy
+            type(slot).default = Active(_default, prepare_plan(_default, slot.device_type))
 
 
 def _devices_here() -> list[str]:
@@ -141,10 +136,8 @@ def policy_on(device_type: str, policy: PolicyLike) -> Iterator[None]:
     """
     slot = slot_for(device_type)
     resolved = resolve_policy(policy)
-    plan = prepare_plan(resolved, device_type)
-    saved = slot.save()
-    slot.set(plan, resolved)
+    before = slot.enter(Active(resolved, prepare_plan(resolved, device_type)))
     try:
         yield
     finally:
-        slot.restore(saved)
+        slot.leave(before)
