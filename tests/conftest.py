@@ -113,10 +113,8 @@ def _reset_state() -> None:
 def _reset_policies() -> None:
     from mezzo.torch import set_default_policy
     from mezzo.torch.active import slot_for
-    from mezzo.torch.cache import casts_of_thread
 
     set_default_policy("torch")
-    casts_of_thread().clear()
     for device in ("cpu", "cuda"):
         slot = slot_for(device)
         slot.observer = slot.outer = None

@@ -16,6 +16,7 @@ from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError, PolicyError
 from mezzo.torch.casting import COMPUTED, Cast, Device, common_dtype
 from mezzo.torch.ops import OpSpec, find_overload
+from mezzo.vocabulary import base_name, vocabulary
 
 __all__ = ["Action", "action_for"]
 
@@ -68,34 +69,43 @@ def action_for(rule: CastPolicy, spec: OpSpec, device: Device, policy_name: str)
     return makers[rule](spec, device)
 
 
-# Ops whose Python binding parses its arguments faster than the generic call of an overload does; the more, the more
-# arguments there are. Each has one overload that these arguments can mean.
-_FAST_BINDINGS: dict[str, Callable[..., Any]] = {
-    "aten::conv1d": torch.conv1d,
-    "aten::conv2d": torch.conv2d,
-    "aten::conv3d": torch.conv3d,
-    "aten::mm": torch.mm,
-    "aten::bmm": torch.bmm,
-    "aten::matmul": torch.matmul,
-    "aten::addmm": torch.addmm,
-    "aten::linear": torch._C._nn.linear,
-    "aten::layer_norm": torch.layer_norm,
-}
+# Ops with several overloads of which these arguments can only mean the first.
+_UNAMBIGUOUS = frozenset(
+    f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "sum.dim_IntList")
+)
 
 
 def _call(spec: OpSpec) -> Callable[..., Any]:
+    """Find the fastest way to call an overload.
+
+    PyTorch's Python binding of an op parses arguments faster than the generic call of an overload does, the more the more
+    there are. It chooses among the overloads itself, so it is taken where there is one to choose. Not for losses: a call
+    that comes through the dispatcher has no argument that equals the schema's default, and the bindings have another
+    default for `reduction` than the schema.
+    """
+    base = base_name(spec.name)
+    single = spec.name in _UNAMBIGUOUS or vocabulary("torch").covers(base) == (spec.name,)
+    if single and not any(argument.name == "reduction" for argument in spec.overload._schema.arguments):
+        plain = base.removeprefix("aten::")
+        for namespace in (torch._C._VariableFunctions, torch._C._nn):
+            if callable(binding := getattr(namespace, plain, None)):
+                return binding  # type: ignore[no-any-return]
     # `_op` is what OpOverload.__call__ calls in turn; one Python frame less.
-    return _FAST_BINDINGS.get(spec.name) or getattr(spec.overload, "_op", spec.overload)
+    return getattr(spec.overload, "_op", spec.overload)  # type: ignore[no-any-return]
 
 
 def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
     call = _call(spec)
     cast = device.cast_weight
-    if _only_tensors_are_cast(spec):
-        # The same as below, without the calls between: this is the path of every linear and convolution.
-        return lambda args, kwargs, low_dtype: call(
-            *[cast(value, low_dtype) if isinstance(value, Tensor) else value for value in args], **kwargs
-        )
+    if spec.leading_tensors == 2:
+        # The same as below, without the steps between: this is the path of every linear, matmul and convolution.
+        def action_on_two(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+            first, second, *rest = args
+            if rest and isinstance(rest[0], Tensor):
+                rest[0] = cast(rest[0], low_dtype)
+            return call(cast(first, low_dtype), cast(second, low_dtype), *rest, **kwargs)
+
+        return action_on_two
     cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:

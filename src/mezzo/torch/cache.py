@@ -24,80 +24,88 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["cached_cast", "casts_of_thread", "is_cached", "keep_in_step"]
+__all__ = ["caster_of_weights", "casts_of_thread", "is_cached", "keep_in_step"]
 
-_Entry = tuple[weakref.ref[Tensor], int, int, Tensor]
-"""The weight, its version and its address when it was cast, and the cast."""
+Cast = Callable[[Tensor, torch.dtype], Tensor]
 
-Casts = dict[tuple[int, torch.dtype], _Entry]
-"""The casts by the weight's identity and the dtype cast to."""
+_Entry = tuple[Tensor, int, int, Tensor]
+"""The weight, its version and its address when it was cast, and the cast. The cast's graph holds the weight anyway."""
+
+
+class _Casts(dict[int, _Entry]):
+    """Casts to one dtype by the weight's identity; a class of its own so that it can be held weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Thread(threading.local):
-    """A thread's casts, and the optimizer steps there had been when they were made."""
+    """A thread's casts by dtype."""
 
     def __init__(self) -> None:
-        self.casts: Casts = {}
-        self.steps = 0
+        self.casts = {torch.bfloat16: _Casts(), torch.float16: _Casts()}
+        _of_all_threads.extend(map(weakref.ref, self.casts.values()))
 
 
+_of_all_threads: list[weakref.ref[_Casts]] = []
 _thread = _Thread()
-_steps = 0  # optimizer steps in any thread
 _in_step = False
 
+_enabled = torch.is_autocast_cache_enabled
 # Calls are being written down: a cast from outside would end up as a constant there.
-tracing = torch._C._get_tracing_state
-modes = torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
+_modes = torch._C._len_torch_dispatch_stack
 
 
-def casts_of_thread() -> Casts:
-    """Give the calling thread's casts, those of before the last optimizer step left out."""
-    if _thread.steps != _steps:
-        _thread.casts.clear()
-        _thread.steps = _steps
-    return _thread.casts
+def casts_of_thread() -> list[Tensor]:
+    """Give the casts that the calling thread keeps."""
+    return [entry[3] for casts in _thread.casts.values() for entry in casts.values()]
 
 
-def cached_cast(weight: Tensor, target: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast a leaf that requires gradients, or return the cast made of it before.
+def caster_of_weights(cast: Cast) -> Cast:
+    """Make a cast that is made once for a weight, as long as it stays what it is.
 
-    A new cast is made, and none kept, where one could outlive its truth: with the cache switched off, in inference mode, for
-    views, and for tensors that stand for others while code is traced or transformed.
+    Kept are casts of float32 leaves that require gradients. A new cast is made, and none kept, where one could outlive its
+    truth: with the cache switched off, in inference mode, for views, and for tensors that stand for others while code is
+    traced or transformed.
 
     Args:
-        weight: A float32 leaf tensor that requires gradients.
-        target: The dtype to cast to.
-        convert: Makes the cast.
+        cast: Casts a tensor if it is eligible, else returns it as it came.
 
     Returns:
-        The cast, connected to ``weight`` in the autograd graph whatever the grad mode was when it was made.
+        The same with a memory. A kept cast is connected to its weight in the autograd graph, whatever the grad mode was
+        when it was made.
     """
-    if not torch.is_autocast_cache_enabled() or tracing() is not None or modes():
-        return convert(weight)
-    casts = casts_of_thread()
-    key = (id(weight), target)
-    entry = casts.get(key)
-    if entry is not None and _is_of(entry, weight):
-        return entry[3]
-    if not _keepable(weight):
-        return convert(weight)
-    with torch.enable_grad():
-        cast = convert(weight)
-    # The callback bounds the memory: a weight that dies in the region takes its cast along.
-    source = weakref.ref(weight, lambda _: casts.pop(key, None))
-    casts[key] = (source, weight._version, weight.data_ptr(), cast)
-    return cast
 
+    def cast_weight(tensor: Tensor, target: torch.dtype) -> Tensor:
+        # The order is for speed: a hit is what matters, and an entry is only there for what may be kept.
+        casts = _thread.casts.get(target)
+        if casts is None:
+            return cast(tensor, target)
+        entry = casts.get(id(tensor))
+        if entry is None:
+            return keep(tensor, target, casts) if tensor.requires_grad else cast(tensor, target)
+        _, version, pointer, kept = entry
+        if (
+            version == tensor._version
+            and pointer == tensor.data_ptr()
+            and tensor.requires_grad
+            and _enabled()
+            and not _modes()
+            and _tracing() is None
+        ):
+            return kept
+        return keep(tensor, target, casts)
 
-def _is_of(entry: _Entry, weight: Tensor) -> bool:
-    source, version, pointer, _ = entry
-    return source() is weight and version == weight._version and pointer == weight.data_ptr()
+    def keep(tensor: Tensor, target: torch.dtype, casts: _Casts) -> Tensor:
+        if not tensor.is_leaf or not _enabled() or not _keepable(tensor):
+            return cast(tensor, target)
+        with torch.enable_grad():
+            made = cast(tensor, target)
+        if made is not tensor:
+            casts[id(tensor)] = (tensor, tensor._version, tensor.data_ptr(), made)
+        return made
 
-
-def is_cached(weight: Tensor, target: torch.dtype) -> bool:
-    """Say whether the next cast of a weight in this thread would be one that was made before."""
-    entry = casts_of_thread().get((id(weight), target))
-    return entry is not None and torch.is_autocast_cache_enabled() and _is_of(entry, weight)
+    return cast_weight
 
 
 def _keepable(weight: Tensor) -> bool:
@@ -105,14 +113,30 @@ def _keepable(weight: Tensor) -> bool:
     kind = type(weight)
     return (
         (kind is torch.nn.Parameter or kind is Tensor)
+        and weight.dtype is torch.float32
         and weight.layout is torch.strided
         and not torch.is_inference_mode_enabled()
         and not weight.is_inference()
         and not weight._is_view()
+        and not _modes()
+        and _tracing() is None
         and not torch._C._functorch.is_functorch_wrapped_tensor(weight)
         and not torch._is_functional_tensor(weight)
         and not torch.compiler.is_compiling()
     )
+
+
+def is_cached(weight: Tensor, target: torch.dtype) -> bool:
+    """Say whether the next cast of a weight in this thread would be one that was made before."""
+    entry = _thread.casts.get(target, _Casts()).get(id(weight))
+    if entry is None or not _enabled():
+        return False
+    return entry[1] == weight._version and entry[2] == weight.data_ptr()
+
+
+def _forget() -> None:
+    for casts in _thread.casts.values():
+        casts.clear()
 
 
 def keep_in_step() -> None:
@@ -126,12 +150,16 @@ def keep_in_step() -> None:
 
     @functools.wraps(original)
     def clear_autocast_cache() -> None:
-        _thread.casts.clear()
+        _forget()
         original()
 
     torch.clear_autocast_cache = clear_autocast_cache
 
 
 def _after_step(*_: object) -> None:
-    global _steps  # noqa: PLW0603 - one counter tells all threads
-    _steps += 1
+    for reference in list(_of_all_threads):
+        casts = reference()
+        if casts is None:
+            _of_all_threads.remove(reference)
+        else:
+            casts.clear()

@@ -12,10 +12,7 @@ from collections.abc import Callable, Set
 import torch
 from torch import Tensor
 
-from mezzo.torch.cache import cached_cast
-
-Cast = Callable[[Tensor, torch.dtype], Tensor]
-"""Casts a tensor to a dtype if it may be cast."""
+from mezzo.torch.cache import Cast, caster_of_weights
 
 __all__ = ["Cast", "Device", "common_dtype", "device_for", "dtype_name"]
 
@@ -64,7 +61,6 @@ def _casts_on(device_type: str) -> tuple[Cast, Cast, Callable[[object], bool]]:
     on_device: Callable[[Tensor], bool] = (
         operator.attrgetter(attribute) if attribute else lambda tensor: tensor.device.type == device_type
     )
-    float32 = torch.float32
 
     def eligible(value: object) -> bool:
         return isinstance(value, Tensor) and value.dtype in ELIGIBLE and on_device(value)
@@ -76,16 +72,7 @@ def _casts_on(device_type: str) -> tuple[Cast, Cast, Callable[[object], bool]]:
         convert = _CASTS.get(target)
         return convert(tensor) if convert else tensor.to(target)
 
-    def cast_weight(tensor: Tensor, target: torch.dtype) -> Tensor:
-        dtype = tensor.dtype
-        if dtype is target or dtype not in ELIGIBLE or not on_device(tensor):
-            return tensor
-        convert = _CASTS.get(target) or operator.methodcaller("to", target)
-        if dtype is float32 and tensor.requires_grad and tensor.is_leaf:
-            return cached_cast(tensor, target, convert)
-        return convert(tensor)
-
-    return cast, cast_weight, eligible
+    return cast, caster_of_weights(cast), eligible
 
 
 _DEVICES: dict[str, Device] = {}

@@ -41,6 +41,7 @@ class OpSpec:
         overload: The callable `torch._ops.OpOverload`.
         tensors: Index and name of each positional tensor argument (``Tensor`` or ``Tensor?``).
         tensor_lists: The same for ``Tensor[]`` arguments. ``Tensor?[]``, the indices of ``index_put``, is not cast.
+        leading_tensors: 2 if the tensors are two leading ones and at most a third behind them, which may be left out; else 0.
         uncast: Whether a positional argument holds tensors that are never cast: indices, running statistics.
         keyword_tensors: Names of tensor arguments that come by keyword only.
         dtype: Index of the optional dtype argument, None if there is none.
@@ -53,6 +54,7 @@ class OpSpec:
     overload: Any
     tensors: tuple[tuple[int, str], ...]
     tensor_lists: tuple[tuple[int, str], ...]
+    leading_tensors: int
     uncast: bool
     keyword_tensors: tuple[str, ...]
     dtype: int | None
@@ -127,6 +129,7 @@ def op_spec(name: str) -> OpSpec | None:
         overload=overload,
         tensors=tuple((i, positional[i].name) for i, kind in enumerate(kinds) if kind == "tensor"),
         tensor_lists=tuple((i, positional[i].name) for i, kind in enumerate(kinds) if kind == "list"),
+        leading_tensors=_leading(kinds) if not any(a.kwarg_only and _kind(a) for a in arguments) else 0,
         uncast=any(not kind and "Tensor" in str(a.type) for kind, a in zip(kinds, positional, strict=True)),
         keyword_tensors=tuple(a.name for a in arguments if a.kwarg_only and _kind(a) == "tensor"),
         dtype=dtype,
@@ -134,6 +137,10 @@ def op_spec(name: str) -> OpSpec | None:
         positional_defaults=tuple(a.default_value if a.has_default_value() else None for a in positional),
         mutates=overload._schema.is_mutable,
     )
+
+
+def _leading(kinds: list[str]) -> int:
+    return 2 if kinds[:2] == ["tensor", "tensor"] and not any(kinds[3:]) and kinds[2:3] != ["list"] else 0
 
 
 def _kind(argument: Any) -> str:

@@ -1,0 +1,142 @@
+"""The documents are true: their code runs and prints what they say, their commands work, their links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .documents import (
+    DOCUMENTS,
+    ROOT,
+    anchors,
+    blocks,
+    commands,
+    links,
+    promised_output,
+    python_program,
+    write_files,
+)
+
+SOURCE = ROOT / "src"
+EXECUTED = [document for document in DOCUMENTS if any(block.language == "python" for block in blocks(document))]
+WITH_DOCTESTS = [
+    path.relative_to(SOURCE).with_suffix("")
+    for path in sorted(SOURCE.rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+def by_name(path: Path) -> str:
+    return path.name
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with warnings as errors, wide enough for every table."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+
+
+def missing(promised: list[str], printed: list[str]) -> str | None:
+    """Give the first promised line that is not printed after those before it; None if all are."""
+    rest = iter(printed)
+    return next((line for line in promised if line not in rest), None)
+
+
+@pytest.mark.parametrize("document", EXECUTED, ids=by_name)
+def test_the_python_blocks_of_a_document_run_and_print_what_they_say(document: Path, tmp_path: Path) -> None:
+    write_files(document, tmp_path)
+    program = python_program(document)
+    # Under the document's name, so that a traceback's line numbers are the document's.
+    copy = tmp_path / document.name
+    copy.write_text(program, encoding="utf-8")
+    done = run([str(copy)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    printed = [line.strip() for line in done.stdout.splitlines()]
+    assert missing(promised_output(program), printed) is None, done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_the_commands_of_a_document_work_and_print_what_it_shows(document: Path, tmp_path: Path) -> None:
+    write_files(document, tmp_path)
+    for command, shown in commands(document):
+        words = shlex.split(command)
+        if words[:3] == ["python", "-m", "mezzo"]:
+            words = words[2:]
+        if words[0] != "mezzo" or words[1:2] == ["demo"]:  # the demo has tests of its own, and takes its time
+            continue
+        done = run(["-m", *words], tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        printed = [line.strip() for line in done.stdout.splitlines()]
+        assert missing(shown, printed) is None, f"{command}:\n{done.stdout}"
+
+
+def test_the_guide_shows_code_and_commands() -> None:
+    """So that the tests above have something to run, and reading the blocks does not fail in silence."""
+    guide = ROOT / "docs" / "amp.md"
+    assert len([block for block in blocks(guide) if block.language == "python"]) >= 8
+    assert len(promised_output(python_program(guide))) >= 12
+    assert len(commands(guide)) >= 3
+
+
+def test_a_line_that_is_not_printed_or_comes_too_early_is_missed() -> None:
+    assert missing(["a", "b"], ["a", "x", "b"]) is None
+    assert missing(["a", "b"], ["b", "a"]) == "b"
+    assert missing(["c"], ["a"]) == "c"
+
+
+def test_the_op_reference_is_what_the_tables_give() -> None:
+    from mezzo.cli.reference import reference
+
+    written = (ROOT / "docs" / "op-reference.md").read_text(encoding="utf-8")
+    assert written == reference(), "run `make docs`"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
+    for link in links(document):
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), f"{document.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{document.name}: {link} leads out of the repository"
+        assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
+
+
+@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=lambda path: ".".join(path.parts))
+def test_the_examples_in_docstrings_are_true(path: Path) -> None:
+    parts = path.parts[:-1] if path.name == "__init__" else path.parts
+    result = doctest.testmod(importlib.import_module(".".join(parts)))
+    assert result.attempted > 0
+    assert result.failed == 0, "the report above says which"
+
+
+def test_every_module_of_the_core_and_of_the_adapter_with_public_functions_has_an_example() -> None:
+    named = {".".join(path.parts) for path in WITH_DOCTESTS}
+    assert {
+        "mezzo.__init__",
+        "mezzo.policy",
+        "mezzo.builtin",
+        "mezzo.tables.__init__",
+        "mezzo.decision",
+    } <= named
+    assert {
+        "mezzo.torch.__init__",
+        "mezzo.torch.autocast",
+        "mezzo.torch.functions",
+        "mezzo.torch.observe",
+    } <= named
+    assert "mezzo.torch.policies" in named

@@ -1,0 +1,276 @@
+"""Importing is harmless, the parts depend on each other one way only, and every public name is there and documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+FILES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+ADAPTERS = {"torch", "jax", "tensorplay"}
+FRONTS = {"cli", "demo", "__main__"}
+CORE = (
+    "errors",
+    "decision",
+    "tables",
+    "vocabulary",
+    "rules",
+    "policy",
+    "builtin",
+    "explanation",
+    "policy_file",
+)
+"""The parts of the core. At import each needs only those before it; inside a function it may import any."""
+
+
+def run(code: str) -> Any:
+    """Run code in a fresh process with warnings as errors; give what it prints, read as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+# Importing
+
+
+def test_importing_the_core_imports_no_framework_and_no_tool() -> None:
+    loaded = run("import json, sys, mezzo; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))")
+    assert "mezzo" in loaded
+    assert not set(loaded) & {
+        "torch",
+        "jax",
+        "tensorplay",
+        "numpy",
+        "typer",
+        "rich",
+        "click",
+        "sklearn",
+        "matplotlib",
+    }
+
+
+# What PyTorch is before and after: each attribute of the places where a patch could be, and the kernels of each key.
+BEFORE_AND_AFTER = """
+import json, torch, torch.utils.checkpoint
+from torch.optim import optimizer
+
+PLACES = [torch, torch.amp, torch.amp.autocast_mode, torch._C, torch.library, torch.Tensor, torch.nn.Module, torch.optim,
+          torch.optim.Optimizer, torch.autograd, torch.autograd.Function, torch.cuda, torch.utils.checkpoint]
+KEYS = ["AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastMTIA", "AutocastMAIA", "AutocastHPU",
+        "AutocastXLA", "AutocastIPU", "AutocastPrivateUse1"]
+
+def snapshot():
+    attributes = [{name: id(value) for name, value in vars(place).items()} for place in PLACES]
+    kernels = {key: sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in KEYS}
+    hooks = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    return attributes, kernels, hooks
+
+def changes(before, after):
+    found = [f"{place.__name__}.{name}" for place, old, new in zip(PLACES, before[0], after[0])
+             for name in old if old[name] != new.get(name)]
+    found += [key for key in KEYS if before[1][key] != after[1][key]]
+    return sorted(found + ["optimizer hooks"] * (before[2] != after[2]))
+
+keep = [list(vars(place).values()) for place in PLACES]  # so that no id is given out twice
+"""
+
+
+def test_importing_the_adapter_changes_nothing_in_pytorch() -> None:
+    code = "before = snapshot()\nimport mezzo.torch\nprint(json.dumps(changes(before, snapshot())))"
+    assert run(BEFORE_AND_AFTER + code) == []
+
+
+def test_the_policy_that_is_pytorchs_own_changes_nothing_in_pytorch() -> None:
+    code = """
+import mezzo.torch
+before = snapshot()
+with mezzo.torch.autocast("cpu", policy="torch"), mezzo.torch.autocast("auto"):
+    torch.ones(2, 2) @ torch.ones(2, 2)
+mezzo.torch.set_default_policy("torch")
+print(json.dumps(changes(before, snapshot())))
+"""
+    assert run(BEFORE_AND_AFTER + code) == []
+
+
+def test_another_policy_changes_what_the_guide_says_and_no_more() -> None:
+    """``exp`` is on no list of PyTorch's for the CPU, ``mm`` is on it already."""
+    code = """
+import mezzo.torch
+before = snapshot()
+policy = mezzo.Policy("mine", {"exp": "fp32", "mm": "fp32"}, default="device")
+mezzo.torch.autocast("cpu", policy=policy)
+after = snapshot()
+new = sorted(set(after[1]["AutocastCPU"]) - set(before[1]["AutocastCPU"]))
+print(json.dumps([changes(before, after), new]))
+"""
+    changed, new = run(BEFORE_AND_AFTER + code)
+    assert changed == ["AutocastCPU", "optimizer hooks", "torch.clear_autocast_cache"]
+    assert new == ["aten::exp"]
+
+
+def test_importing_the_adapter_asks_no_device() -> None:
+    """Every call is watched, Python's and C's, for one that would start or count devices."""
+    asked = run("""
+import json, sys, torch
+NAMES = {"is_available", "device_count", "current_device", "current_accelerator", "get_device_name", "init", "_lazy_init",
+         "get_device_properties", "_cuda_getDeviceCount", "_cuda_init", "_accelerator_getAccelerator", "is_bf16_supported"}
+asked = []
+
+def watch(frame, event, argument):
+    name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
+    module = frame.f_globals.get("__name__", "") if event == "call" else str(getattr(argument, "__module__", ""))
+    if event in ("call", "c_call") and name in NAMES and module.startswith("torch"):
+        asked.append(f"{module}.{name}")
+
+sys.setprofile(watch)
+torch.accelerator.current_accelerator()
+control = len(asked)
+import mezzo.torch
+sys.setprofile(None)
+print(json.dumps([control > 0, asked[control:], torch.cuda.is_initialized()]))
+""")
+    assert asked == [True, [], False]
+
+
+# Dependencies
+
+
+def imports(name: str, *, at_import: bool) -> Iterator[str]:
+    """Give the modules that a module of ours imports; at its own import only, or anywhere in it."""
+    path = FILES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = _run_at_import(tree.body) if at_import else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            # `from mezzo import tables` is about the module mezzo.tables.
+            modules = [f"{base}.{alias.name}" for alias in node.names]
+            yield from (module if module in FILES else base for module in modules)
+
+
+def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if hasattr(node, "body"):
+            yield from _run_at_import(node.body)
+        else:
+            yield node
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def part(module: str) -> str:
+    """Give the part of mezzo that a module belongs to; an empty string for the package itself."""
+    return [*module.split("."), ""][1]
+
+
+def test_every_module_belongs_to_a_part_that_is_known_here() -> None:
+    parts = {part(name) for name in FILES} - {""}
+    assert parts - ADAPTERS - FRONTS == set(CORE)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if part(name) in CORE])
+def test_the_core_needs_only_the_core_and_the_standard_library(name: str) -> None:
+    for module in imports(name, at_import=False):
+        if module.startswith("mezzo"):
+            assert part(module) in CORE, module
+        else:
+            assert module.split(".")[0] in sys.stdlib_module_names | {"__future__"}, module
+    earlier = CORE[: CORE.index(part(name)) + 1]
+    assert {part(module) for module in imports(name, at_import=True) if module.startswith("mezzo")} <= set(earlier)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if part(name) in ADAPTERS])
+def test_an_adapter_needs_the_core_its_framework_and_no_other_adapter(name: str) -> None:
+    for module in imports(name, at_import=False):
+        if module.startswith("mezzo"):
+            assert part(module) in {*CORE, part(name), ""}, module
+        else:
+            assert module.split(".")[0] in {*sys.stdlib_module_names, "__future__", part(name)}, module
+
+
+def test_the_package_itself_offers_the_core_alone() -> None:
+    assert {part(module) for module in imports("mezzo", at_import=False) if module.startswith("mezzo")} <= set(CORE)
+
+
+def test_the_dependencies_are_read_off_the_files() -> None:
+    """So that the tests above do not pass by seeing nothing."""
+    assert {"mezzo.tables", "mezzo.errors", "mezzo.policy_file"} <= set(imports("mezzo.policy", at_import=False))
+    assert "mezzo.policy_file" not in set(imports("mezzo.policy", at_import=True))
+    assert "mezzo.builtin" in set(imports("mezzo.torch.autocast", at_import=True))
+
+
+# Names
+
+MODULES = [name for name in FILES if "__main__" not in name]
+
+
+def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Give the functions and classes that a module offers, and the public methods of the latter."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) and value.__module__.startswith("mezzo"):
+            yield name, value
+            for method, found in vars(value).items():
+                if not method.startswith("_") and (callable(found) or isinstance(found, property | classmethod)):
+                    yield f"{name}.{method}", found
+        elif inspect.isroutine(value) or inspect.ismodule(value):
+            yield name, value
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_module_offers_is_there_and_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    if not hasattr(module, "__all__"):
+        return
+    absent = [offered for offered in module.__all__ if not hasattr(module, offered)]
+    assert absent == []
+    for label, value in public(module):
+        text = inspect.getdoc(value)
+        # A dataclass without a docstring is given its signature for one.
+        assert text, label
+        assert not text.startswith(f"{label}("), label
+
+
+@pytest.mark.parametrize("name", ["mezzo", "mezzo.torch", "mezzo.torch.cuda.amp", "mezzo.torch.cpu.amp", "mezzo.demo"])
+def test_packages_say_what_is_public(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__) > 0
+
+
+# Files
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_a_file_has_one_idea(path: Path) -> None:
+    assert path.name not in {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
