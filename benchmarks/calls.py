@@ -102,7 +102,26 @@ def _rule_exp() -> tuple[Call, Call]:
     return lambda: torch.exp(inputs), lambda: torch.exp(inputs.float())
 
 
+def _rule_mv() -> tuple[Call, Call]:
+    matrix, vector = torch.randn(8, 8), torch.randn(8)
+    return lambda: torch.mv(matrix, vector), lambda: torch.mv(matrix.bfloat16(), vector.bfloat16())
+
+
+def _lifted(build: Callable[[], Call]) -> Callable[[], tuple[Call, Call]]:
+    """Give an op of the low list that a policy lifts to float32: by hand that is the call outside any region."""
+
+    def both() -> tuple[Call, Call]:
+        call = build()
+        return call, call
+
+    return both
+
+
 RULES: dict[str, Callable[[], tuple[Call, Call]]] = {
+    "mv": _rule_mv,
+    "mm": _lifted(_op_mm),
+    "linear": _lifted(_op_linear),
+    "conv2d": _lifted(_op_conv2d),
     "softmax": _rule_softmax,
     "layer_norm": _rule_layer_norm,
     "sum": _rule_sum,

@@ -53,7 +53,10 @@ _MODELS = {
 _LISTED_OPS = ("mm", "bmm", "matmul", "addmm", "linear", "conv2d", "scaled_dot_product_attention", "mse_loss", "cat")
 
 # Ops that PyTorch's CPU autocast leaves alone and "unified" does not.
-_CHANGED_OPS = ("softmax", "layer_norm", "sum", "exp")
+_CHANGED_OPS = ("softmax", "layer_norm", "sum", "exp", "mv")
+
+# Ops that PyTorch lists as low and "fp32" lifts.
+_LIFTED_OPS = ("mm", "linear", "conv2d")
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
 _POLICIES: tuple[str | None, ...] = (None, "torch", "unified")
@@ -105,7 +108,19 @@ def _op_cases() -> list[Case]:
         )
         for op in _CHANGED_OPS
     ]
-    return listed + changed
+    lifted = [
+        Case(
+            f"lifted-{op}",
+            f'{op}: "fp32" against the call outside any region',
+            "rule",
+            op,
+            "fp32",
+            "difference",
+            CONVOLUTION_BOUND if op.startswith("conv") else OP_BOUND,
+        )
+        for op in _LIFTED_OPS
+    ]
+    return changed + lifted + listed
 
 
 def _enter_cases() -> list[Case]:

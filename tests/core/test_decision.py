@@ -73,5 +73,5 @@ def test_a_word_that_is_no_cast_policy_is_refused_with_near_words() -> None:
 
 
 def test_a_value_that_is_no_string_is_refused() -> None:
-    with pytest.raises(PolicyError, match="^32 is not a cast policy; allowed are"):
+    with pytest.raises(PolicyError, match=r"^32 is not a cast policy; allowed are"):
         parse_cast_policy(32)

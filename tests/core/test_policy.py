@@ -154,7 +154,9 @@ def test_what_cannot_be_is_refused_in_words(build: object, text: str) -> None:
 
 
 def test_an_unknown_op_is_refused_with_near_names() -> None:
-    with pytest.raises(UnknownOpError, match="'layernorm' is no op that this framework has. Did you mean 'layer_norm'"):
+    with pytest.raises(
+        UnknownOpError, match=r"'layernorm' is no op that this framework has. Did you mean 'layer_norm'"
+    ):
         Policy("p", {"layernorm": "fp32"})
     with pytest.raises(LookupError):
         builtin_policy("unified").override({"conv2": "fp32"})
@@ -196,14 +198,13 @@ def test_cudnn_rnn_has_no_rule_in_the_tables() -> None:
 
 def test_explain_says_rule_origin_and_effect() -> None:
     policy = builtin_policy("unified").override({"softmax": "lower_precision_fp"}, name="quick")
+    cast = "every eligible input is cast to the region's dtype"
     assert str(policy.explain("F.softmax")).splitlines() == [
         "F.softmax under 'quick'",
         "aten::softmax.int: lower_precision_fp",
         "  from the policy 'quick'",
-        "  in a bfloat16 region every eligible input is cast to the region's dtype (float32 -> bfloat16, float16 -> bfloat16; "
-        "bfloat16, float64, int64 as they come)",
-        "  in a float16 region every eligible input is cast to the region's dtype (float32 -> float16, bfloat16 -> float16; "
-        "float16, float64, int64 as they come)",
+        f"  in a bfloat16 region {cast} (float32 -> bfloat16, float16 -> bfloat16; bfloat16, float64, int64 as they come)",
+        f"  in a float16 region {cast} (float32 -> float16, bfloat16 -> float16; float16, float64, int64 as they come)",
     ]
     assert policy.explain("layer_norm").ops[0].origin == "the policy 'unified'"
     assert policy.explain("softmax").ops[0].inputs["float16"]["float32"] == "float16"

@@ -81,7 +81,7 @@ def test_threads_do_not_lock_each_other_up() -> None:
 
 
 def test_ops_let_other_threads_run() -> None:
-    """mezzo's kernels give up the GIL while the op computes, as PyTorch's do."""
+    """Mezzo's kernels give up the GIL while the op computes, as PyTorch's do."""
     x = torch.randn(512, 512)
     ticks, stop = 0, threading.Event()
 

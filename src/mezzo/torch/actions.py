@@ -98,14 +98,7 @@ def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
     call = _call(spec)
     cast = device.cast_weight
     if spec.leading_tensors == 2:
-        # The same as below, without the steps between: this is the path of every linear, matmul and convolution.
-        def action_on_two(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
-            first, second, *rest = args
-            if rest and isinstance(rest[0], Tensor):
-                rest[0] = cast(rest[0], low_dtype)
-            return call(cast(first, low_dtype), cast(second, low_dtype), *rest, **kwargs)
-
-        return action_on_two
+        return lambda args, kwargs, low_dtype: call(*_cast_two(args, low_dtype, cast), **kwargs)
     cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
@@ -115,20 +108,35 @@ def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
     return action
 
 
-def _only_tensors_are_cast(spec: OpSpec) -> bool:
-    """Say whether every tensor argument is a positional tensor that may be cast, so that no list of places is needed."""
-    return not (spec.tensor_lists or spec.keyword_tensors or spec.uncast)
-
-
 def _fp32(spec: OpSpec, device: Device) -> Action:
     call = _call(spec)
-    cast_all = _caster(spec, device.cast)
+    cast = device.cast
+    float32 = torch.float32
+    if spec.leading_tensors == 2:
+        return lambda args, kwargs, _: call(*_cast_two(args, float32, cast), **kwargs)
+    cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
-        cast_args, cast_kwargs = cast_all(args, kwargs, torch.float32)
+        cast_args, cast_kwargs = cast_all(args, kwargs, float32)
         return call(*cast_args, **cast_kwargs)
 
     return action
+
+
+def _cast_two(args: Arguments, target: torch.dtype, cast: Cast) -> list[Any]:
+    """Cast the two leading tensors and a third one, if there is one: every linear, matmul and convolution."""
+    new = list(args)
+    for place in (0, 1):
+        if new[place].dtype is not target:
+            new[place] = cast(new[place], target)
+    if len(new) > 2 and isinstance(new[2], Tensor):
+        new[2] = cast(new[2], target)
+    return new
+
+
+def _only_tensors_are_cast(spec: OpSpec) -> bool:
+    """Say whether every tensor argument is a positional tensor that may be cast, so that no list of places is needed."""
+    return not (spec.tensor_lists or spec.keyword_tensors or spec.uncast)
 
 
 def _promote(spec: OpSpec, device: Device) -> Action:

@@ -61,8 +61,9 @@ class Slot(threading.local):
     observer: Callable[[Policy], Plan] | None = None
 
     def current(self) -> Active:
-        """Give what rules this thread: the region's policy, else that of the thread whose backward pass this one runs,
-        else the process-wide default.
+        """Give what rules this thread.
+
+        That is its region's policy, else that of the thread whose backward pass it runs, else the process-wide default.
         """
         return self.active or self._carried() or self.default
 

@@ -41,7 +41,7 @@ class OpSpec:
         overload: The callable `torch._ops.OpOverload`.
         tensors: Index and name of each positional tensor argument (``Tensor`` or ``Tensor?``).
         tensor_lists: The same for ``Tensor[]`` arguments. ``Tensor?[]``, the indices of ``index_put``, is not cast.
-        leading_tensors: 2 if the tensors are two leading ones and at most a third behind them, which may be left out; else 0.
+        leading_tensors: 2 if the tensors are two leading ones and at most a third behind them, else 0.
         uncast: Whether a positional argument holds tensors that are never cast: indices, running statistics.
         keyword_tensors: Names of tensor arguments that come by keyword only.
         dtype: Index of the optional dtype argument, None if there is none.
