@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from . import tables
 from .decision import LOW_DTYPES, CastPolicy, parse_cast_policy
 from .errors import PolicyError, near
+from .explanation import Explanation, explain
 from .rules import ByDtype, Rule, RuleLike, resolve_rules
 from .vocabulary import vocabulary
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 __all__ = ["Policy"]
 
@@ -286,8 +284,6 @@ class Policy:
               from the table 'torch/cuda'
             ...
         """
-        from .explanation import explain  # noqa: PLC0415 - it imports this module
-
         return explain(self, op, device)
 
     def origin(self, canonical: str) -> str:

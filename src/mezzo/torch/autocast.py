@@ -21,6 +21,7 @@ from mezzo.builtin import PolicyLike, resolve_policy
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
 from mezzo.torch.active import Active, slot_for
+from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.policies import follow_default, prepare_plan
 
 __all__ = ["autocast", "is_autocast_available"]
@@ -101,6 +102,7 @@ class autocast:  # noqa: N801 - PyTorch's name
 
     _inner: autocast | None = None
 
+    @runs_eagerly
     def __init__(
         self,
         device_type: str,
@@ -136,6 +138,7 @@ class autocast:  # noqa: N801 - PyTorch's name
             resolved = resolve_policy(policy)
             self._active = Active(resolved, prepare_plan(resolved, plain_type))
 
+    @runs_eagerly
     def __enter__(self) -> autocast:
         """Set the region's state in this thread."""
         device = self.device
@@ -154,6 +157,7 @@ class autocast:  # noqa: N801 - PyTorch's name
             self._show_to_export()
         return self
 
+    @runs_eagerly
     def __exit__(self, *exc_info: object) -> Literal[False]:
         """Restore what this thread's last entry found; exceptions go on.
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mezzo.torch.eager import runs_eagerly
+
 __all__ = ["caster_of_weights", "casts_of_thread", "is_cached", "keep_in_step"]
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
@@ -149,6 +151,7 @@ def keep_in_step() -> None:
     original = torch.clear_autocast_cache
 
     @functools.wraps(original)
+    @runs_eagerly
     def clear_autocast_cache() -> None:
         _forget()
         original()

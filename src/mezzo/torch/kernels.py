@@ -24,6 +24,7 @@ from mezzo.torch.actions import action_for
 from mezzo.torch.active import Active, slot_for
 from mezzo.torch.cache import keep_in_step
 from mezzo.torch.casting import Device, device_for
+from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.ops import OpSpec, autocast_key_name, op_spec
 from mezzo.torch.plans import Plan, Served, build_plan, native_rules
 
@@ -86,6 +87,7 @@ def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     float16 = torch.float16
 
+    @runs_eagerly
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # `slot.active` is what `slot.current()` finds first; asked here to save the call.
         plan = (slot.active or slot.current()).plan

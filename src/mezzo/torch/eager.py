@@ -1,0 +1,34 @@
+"""Keeping `torch.compile` out of code that changes PyTorch's state.
+
+Where Dynamo cannot trace a function, it runs it and tries again on the functions that it calls. mezzo's own must not be
+compiled then: a compiled ``__enter__`` would set the state of autocast and have it put back at the end of its own graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["runs_eagerly"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_eagerly(function: F) -> F:
+    """Have Dynamo leave a function, and what it calls, as they are; a decorator that costs nothing at a call.
+
+    Args:
+        function: A Python function.
+
+    Returns:
+        The same function.
+    """
+    # Dynamo's own decorator does this too, and imports all of Dynamo.
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "mezzo changes PyTorch's autocast state here"  # type: ignore[attr-defined]
+    return function
