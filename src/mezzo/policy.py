@@ -194,10 +194,14 @@ class Policy:
         Returns:
             This policy if its default is not ``"device"``; else one that lists every rule in force on that device.
 
+        Raises:
+            DeviceError: There is no table for the device.
+
         Example:
             >>> Policy("keep", {"mm": "fp32"}, default="device").on("cpu").rule("linear")
             <CastPolicy.LOWER_PRECISION_FP: 'lower_precision_fp'>
         """
+        tables.device_table(device, self.framework)
         if self.default != DEVICE:
             return self
         table = Policy.from_table(device, framework=self.framework)

@@ -1,8 +1,8 @@
 """Policies as TOML files: what people keep under version control and hand to each other.
 
-A file looks like this; only ``name`` is required::
+A file looks like this; every key may be left out::
 
-    name = "careful"
+    name = "careful"          # default: the name of the file
     base = "unified"          # start from a built-in policy or a device's table ("cuda"); default: from nothing
     default = "fallthrough"   # for ops that are not listed
     framework = "torch"

@@ -21,6 +21,7 @@ class ByDtype:
         float16: The cast policy in a float16 region.
 
     Example:
+        >>> from mezzo import Policy
         >>> Policy("mine").override({"softmax": {"bfloat16": "fallthrough", "float16": "fp32"}}).rule("softmax", "float16")
         <CastPolicy.FP32: 'fp32'>
     """

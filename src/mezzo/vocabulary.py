@@ -178,7 +178,7 @@ def vocabulary(framework: str = "torch") -> Vocabulary:
 
     Example:
         >>> vocabulary("torch").resolve("bmm.default")
-        ('aten::mm',)
+        ('aten::bmm',)
     """
     tables.devices(framework)
     traits = {row["op"]: frozenset(row["traits"].split()) for row in tables.read(framework, "ops")}

@@ -22,17 +22,7 @@ FILES = {
 }
 ADAPTERS = {"torch", "jax", "tensorplay"}
 FRONTS = {"cli", "demo", "__main__"}
-CORE = (
-    "errors",
-    "decision",
-    "tables",
-    "vocabulary",
-    "rules",
-    "policy",
-    "builtin",
-    "explanation",
-    "policy_file",
-)
+CORE = ("errors", "decision", "tables", "vocabulary", "rules", "explanation", "policy", "builtin", "policy_file")
 """The parts of the core. At import each needs only those before it; inside a function it may import any."""
 
 
@@ -109,11 +99,11 @@ print(json.dumps(changes(before, snapshot())))
 
 
 def test_another_policy_changes_what_the_guide_says_and_no_more() -> None:
-    """``exp`` is on no list of PyTorch's for the CPU, ``mm`` is on it already."""
+    """``exp`` is on no list of PyTorch's for the CPU, ``linear`` is on it already."""
     code = """
 import mezzo.torch
 before = snapshot()
-policy = mezzo.Policy("mine", {"exp": "fp32", "mm": "fp32"}, default="device")
+policy = mezzo.Policy("mine", {"exp": "fp32", "linear": "fp32"}, default="device")
 mezzo.torch.autocast("cpu", policy=policy)
 after = snapshot()
 new = sorted(set(after[1]["AutocastCPU"]) - set(before[1]["AutocastCPU"]))

@@ -18,5 +18,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
-        sys.exit(f"the mezzo command needs {error.name}, which is not installed; run: pip install 'mezzo[cli]'")
+        sys.stderr.write(
+            f"the mezzo command needs {error.name}, which is not installed; run: pip install 'mezzo[cli]'\n"
+        )
+        sys.exit(2)
     app()

@@ -86,5 +86,5 @@ def ops(
             console.print(ops_table(chosen, shown))
         else:
             console.print(explanation_text(chosen, op, shown), highlight=False, soft_wrap=True)
-    except (MezzoError, FileNotFoundError) as error:
+    except (MezzoError, OSError) as error:
         _fail(error)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from mezzo import tables
 from mezzo.decision import CastPolicy
-from mezzo.errors import DeviceError
 from mezzo.explanation import OpExplanation
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
 
 __all__ = ["explanation_text", "ops_table", "served_by"]
+
+# A table of several devices has to fit a terminal of 80 columns.
+SHORT: dict[str, str] = {
+    CastPolicy.LOWER_PRECISION_FP: "lower",
+    CastPolicy.FP32: "fp32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "set",
+    CastPolicy.FP32_APPEND_DTYPE: "append",
+    CastPolicy.PROMOTE: "promote",
+    CastPolicy.BANNED: "banned",
+    CastPolicy.FALLTHROUGH: "as is",
+    CastPolicy.OPAQUE: "opaque",
+}
 
 _STYLES = {
     CastPolicy.LOWER_PRECISION_FP: "green",
@@ -27,7 +38,7 @@ _STYLES = {
 
 
 def ops_table(policy: Policy, devices: Sequence[str]) -> Table:
-    """Lay out a policy's rules: one row per op, one column per device.
+    """Lay out a policy's rules: one row per op, one column per list; devices that have the same list share it.
 
     Args:
         policy: The policy.
@@ -39,31 +50,38 @@ def ops_table(policy: Policy, devices: Sequence[str]) -> Table:
     Raises:
         DeviceError: A device has no table.
     """
-    per_device = {device: policy.on(device).ops for device in devices}
-    columns = {device: rules for device, rules in per_device.items() if rules}
-    names = sorted({op for rules in columns.values() for op in rules})
-    same_everywhere = policy.default != "device"
-    table = Table(title=f"{policy.name}: {len(names)} ops", caption=_caption(policy), header_style="bold")
-    table.add_column("op", no_wrap=True)
-    if same_everywhere:
+    columns: dict[str, Mapping[str, Rule]] = {}
+    for device in devices:
+        rules = policy.on(device).ops
+        twin = next((name for name, known in columns.items() if known == rules), None)
+        if twin is not None:
+            columns.pop(twin)
+        columns[device if twin is None else f"{twin}, {device}"] = rules
+    if policy.default != "device":
         columns = {"every device": policy.ops}
+    names = sorted({op for rules in columns.values() for op in rules})
+    short = len(columns) > 1
+    table = Table(title=f"{policy.name}: {len(names)} ops", caption=_caption(policy, short=short), header_style="bold")
+    table.add_column("op", overflow="fold")
     for device in columns:
         table.add_column(device)
     for op in names:
-        table.add_row(op.removeprefix("aten::"), *(_cell(rules.get(op)) for rules in columns.values()))
+        table.add_row(op.removeprefix("aten::"), *(_cell(rules.get(op), short=short) for rules in columns.values()))
     return table
 
 
-def _cell(rule: Rule | None) -> Text:
+def _cell(rule: Rule | None, *, short: bool) -> Text:
     if rule is None:
         return Text("-", style="dim")
-    return Text(str(rule), style="" if isinstance(rule, ByDtype) else _STYLES.get(rule, ""))
+    if isinstance(rule, ByDtype):
+        return Text(f"{SHORT[rule.bfloat16]} / {SHORT[rule.float16]}" if short else str(rule))
+    return Text(SHORT[rule] if short else str(rule), style=_STYLES.get(rule, ""))
 
 
-def _caption(policy: Policy) -> str:
-    if policy.default == "device":
-        return "Ops that are not listed run in the dtypes that come in. `mezzo ops NAME` explains one."
-    return f"Other ops: {policy.default}. `mezzo ops NAME` explains one."
+def _caption(policy: Policy, *, short: bool) -> str:
+    rest = "run in the dtypes that come in" if policy.default == "device" else str(policy.default)
+    words = "lower: lower_precision_fp; set: fp32_set_opt_dtype; append: fp32_append_dtype. " if short else ""
+    return f"{words}Other ops: {rest}. `mezzo ops NAME` explains one."
 
 
 def explanation_text(policy: Policy, op: str, devices: Sequence[str]) -> str:
@@ -111,11 +129,11 @@ def served_by(policy: Policy, op: str, device: str) -> str:
     Returns:
         Text such as ``"mezzo's kernel: the rule differs from the device's own"``.
     """
-    try:
-        own: CastPolicy | None = tables.device_table(device, policy.framework).get(op)
-    except DeviceError:
-        own = None
-    rule = policy.on(device).ops.get(op)
+    own = tables.device_table(device, policy.framework).get(op)
+    filled = policy.on(device)
+    rule: Rule | str | None = filled.ops.get(op)
+    if rule is None and filled.rule_of(op, "bfloat16") is not CastPolicy.FALLTHROUGH:
+        rule = filled.default
     if rule is None and own is None:
         return "PyTorch's kernel" if op in tables.own_kernels(device, policy.framework) else "nobody"
     if rule == own:

@@ -54,7 +54,9 @@ def reference() -> str:
     for device, rules in columns.items():
         rules.update(dict.fromkeys(tables.own_kernels(device), "own"))
     columns["unified"] = {op: str(rule) for op, rule in builtin_policy("unified").ops.items()}
-    names = sorted({op for rules in columns.values() for op in rules}, key=lambda op: op.lstrip("aten:_"))
+    names = sorted(
+        {op for rules in columns.values() for op in rules}, key=lambda op: (op.removeprefix("aten::").lstrip("_"), op)
+    )
     lines = [f"| op | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for op in names:
         cells = [_SHORT.get(rules.get(op, "-"), rules.get(op, "-")) for rules in columns.values()]
