@@ -126,11 +126,11 @@ def _fp32(spec: OpSpec, device: Device) -> Action:
 def _cast_two(args: Arguments, target: torch.dtype, cast: Cast) -> list[Any]:
     """Cast the two leading tensors and a third one, if there is one: every linear, matmul and convolution."""
     new = list(args)
-    for place in (0, 1):
-        if new[place].dtype is not target:
-            new[place] = cast(new[place], target)
-    if len(new) > 2 and isinstance(new[2], Tensor):
-        new[2] = cast(new[2], target)
+    for place in (0, 1, 2)[: len(new)]:
+        value = new[place]
+        # Not a tensor: one that is left out, or a number that PyTorch takes in the place of one.
+        if isinstance(value, Tensor) and value.dtype is not target:
+            new[place] = cast(value, target)
     return new
 
 

@@ -62,7 +62,7 @@ def _register(ops: Iterable[str], device: Device) -> None:
             spec = op_spec(op)
             if spec is None or (device.type, op) in _installed:
                 continue
-            kernel = _make_kernel(spec, device)
+            kernel = _with_tensors(spec, _make_kernel(spec, device))
             namespace, _, name = op.partition("::")
             _library(namespace).impl(
                 name, kernel, autocast_key_name(device.type), with_keyset=True, allow_override=True
@@ -138,12 +138,39 @@ def _unplanned(spec: OpSpec, device: Device) -> Served:
 
 def _past_key(spec: OpSpec, device: Device) -> Callable[..., Any]:
     redispatch = spec.overload.redispatch
-    after = device.past_key
+    call = spec.overload
+    after, key = device.past_key, device.key
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    takes_numbers = spec.takes_numbers
 
     def past_key(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if takes_numbers and not all(isinstance(arg, torch.Tensor) for arg in args[:2]):
+            # A redispatch does not take a number for a tensor, a call does. Elementwise ops: nothing inside to be cast.
+            exclude(key, True)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                exclude(key, False)
         return redispatch(keyset & after, *args, **kwargs)
 
     return past_key
+
+
+def _with_tensors(spec: OpSpec, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a kernel have tensors where it needs them, also where PyTorch hands over the number that one stood for."""
+    places = [index for index, _ in spec.tensors]
+    if len(places) < 2 or spec.takes_numbers:
+        return kernel
+
+    @runs_eagerly
+    def kernel_with_tensors(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        for place in places:
+            if place < len(args) and isinstance(args[place], int | float | complex):
+                number = torch.tensor(args[place])
+                args = (*args[:place], number, *args[place + 1 :])
+        return kernel(keyset, *args, **kwargs)
+
+    return kernel_with_tensors
 
 
 @contextmanager

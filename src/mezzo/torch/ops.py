@@ -15,7 +15,7 @@ import torch
 
 from mezzo import tables
 from mezzo.errors import UnknownOpError
-from mezzo.vocabulary import vocabulary
+from mezzo.vocabulary import base_name, vocabulary
 
 __all__ = ["OpSpec", "TableChange", "installed_catalog", "op_spec", "registered_ops", "table_change"]
 
@@ -30,6 +30,13 @@ _NOT_COMPUTE = re.compile(
 
 # Arguments that an op updates in place without its schema saying so. A cast would update a copy and lose the update.
 _STATE_ARGUMENTS = frozenset({"running_mean", "running_var"})
+
+
+# PyTorch hands a number to a kernel in the place of a tensor (`x * 0.5` is mul.Tensor), but only calls of these ops accept
+# it back there; the list is in PyTorch's argument parser.
+_TAKES_NUMBERS = frozenset(
+    ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "copy")
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class OpSpec:
         dtype_keyword_only: Whether that argument comes by keyword only.
         positional_defaults: The defaults of the positional arguments, None where there is none.
         mutates: Whether the op writes into an argument.
+        takes_numbers: Whether a call of the overload accepts a Python number in the place of a tensor.
     """
 
     name: str
@@ -61,6 +69,7 @@ class OpSpec:
     dtype_keyword_only: bool
     positional_defaults: tuple[Any, ...]
     mutates: bool
+    takes_numbers: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,7 @@ def op_spec(name: str) -> OpSpec | None:
         dtype_keyword_only=dtype is not None and arguments[dtype].kwarg_only,
         positional_defaults=tuple(a.default_value if a.has_default_value() else None for a in positional),
         mutates=overload._schema.is_mutable,
+        takes_numbers=base_name(name).removeprefix("aten::") in _TAKES_NUMBERS,
     )
 
 
