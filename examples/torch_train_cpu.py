@@ -1,4 +1,4 @@
-"""Train on a CPU in bfloat16 or float16: PyTorch's own loop, with mezzo's region in it and nothing else changed.
+"""Train on a CPU in bfloat16 or float16: PyTorch's own loop, with mezzo's region in it.
 
 Run it with ``python examples/torch_train_cpu.py``; it takes a few seconds.
 """
@@ -46,6 +46,8 @@ def train(dtype: torch.dtype | None, policy: str | None = None) -> tuple[float, 
     images, labels = digits()
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    # float16 gradients underflow; PyTorch's scaler keeps them in range. In other dtypes it is switched off.
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     for _ in range(2):
         for start in range(0, 1500, 50):
             optimizer.zero_grad()
@@ -53,8 +55,9 @@ def train(dtype: torch.dtype | None, policy: str | None = None) -> tuple[float, 
             with autocast("cpu", dtype=dtype, enabled=dtype is not None, policy=policy):
                 output = net(images[start : start + 50])
                 loss = nn.functional.cross_entropy(output, labels[start : start + 50])
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
     with torch.no_grad():
         right = net.eval()(images[1500:]).argmax(-1) == labels[1500:]
     return loss.item(), right.float().mean().item()

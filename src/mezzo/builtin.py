@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -65,10 +65,7 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
     if name in tables.devices(framework):
         return Policy.from_table(name, framework=framework)
     known = builtin_names(framework)
-    msg = (
-        f"{name!r} is no built-in policy; allowed are {', '.join(known)}, a Policy, or a file: a path object or a string "
-        f"that ends in .toml.{near(name, known)}"
-    )
+    msg = f"{name!r} is no built-in policy; allowed are {', '.join(known)}.{near(name, known)}"
     raise UnknownPolicyError(msg)
 
 
@@ -95,6 +92,12 @@ def _fp32(framework: str) -> dict[str, Rule]:
     return dict.fromkeys(listed, CastPolicy.FP32)
 
 
+@lru_cache(maxsize=32)
+def _load(path: Path, changed: int) -> Policy:  # noqa: ARG001 - a file that changed is read again
+    """Read a policy file once, for a region that is made in every step of a loop."""
+    return Policy.load(path)
+
+
 def resolve_policy(policy: PolicyLike, *, framework: str = "torch") -> Policy:
     """Turn what a caller passed as ``policy=`` into a `Policy`.
 
@@ -117,15 +120,19 @@ def resolve_policy(policy: PolicyLike, *, framework: str = "torch") -> Policy:
         'fp32'
     """
     if isinstance(policy, str) and not policy.endswith(".toml"):
-        found = builtin_policy(policy, framework=framework)
+        try:
+            found = builtin_policy(policy, framework=framework)
+        except UnknownPolicyError as error:
+            msg = f"{error} A policy in a file is named by a path object or a string that ends in .toml."
+            raise UnknownPolicyError(msg) from None
     elif isinstance(policy, str | Path):
-        found = Policy.load(policy)
+        found = _load(Path(policy), Path(policy).stat().st_mtime_ns)
     elif isinstance(policy, Policy):
         found = policy
     else:
         msg = (
             f"policy must be a Policy, a built-in name or the path of a .toml file, got {type(policy).__name__}. "
-            "To change single rules use Policy.override."
+            "To change single rules: builtin_policy('torch').override({'softmax': 'fp32'})."
         )
         raise PolicyError(msg)
     if found.framework != framework:

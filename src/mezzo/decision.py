@@ -16,6 +16,12 @@ __all__ = ["LOW_DTYPES", "CastPolicy", "eligible", "input_dtypes", "parse_cast_p
 LOW_DTYPES = ("bfloat16", "float16")
 """The lower-precision dtypes for which a rule may differ."""
 
+# Words for dtypes, where a rule was asked for.
+_MEANT = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float", "full"), "fp32"),
+    **dict.fromkeys(("bfloat16", "float16", "bf16", "fp16", "half", "low", "lower"), "lower_precision_fp"),
+}
+
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -70,7 +76,8 @@ def parse_cast_policy(value: object) -> CastPolicy:
         except ValueError:
             pass
     allowed = [str(policy) for policy in CastPolicy]
-    hint = near(value, allowed) if isinstance(value, str) else ""
+    word = str(value).removeprefix("torch.").lower()
+    hint = f" Did you mean {_MEANT[word]!r}?" if word in _MEANT else near(word, allowed)
     msg = f"{value!r} is not a cast policy; allowed are {', '.join(allowed)}.{hint}"
     raise PolicyError(msg)
 

@@ -29,13 +29,14 @@ _MEANING = {
     CastPolicy.FALLTHROUGH: "the op, and the ops inside it, run in the dtypes that came in",
     CastPolicy.OPAQUE: "the op runs in exactly the dtypes that were traced",
 }
+_OWNERS = {"torch": "PyTorch"}
 _HEADINGS: dict[object, str] = {
     None: "not listed",
     "own": "a kernel of the framework's own",
     "device": "left to the device",
 }
 _ALONE: dict[object, str] = {
-    None: "runs in the dtypes that come in; the ops inside a composite op follow the policy",
+    None: "runs in the dtypes that come in",
     "own": "casts to float16, whatever the region's dtype, and re-flattens the weights into one buffer",
     "device": "the device's own table decides; name a device to see it",
 }
@@ -51,22 +52,27 @@ class OpExplanation:
             device's own table decides, ``"own"`` for a kernel of the framework's that no cast policy describes.
         origin: Where the rule was set.
         inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op.
+        served_by: Whose kernel casts; empty if no device was named.
     """
 
     op: str
     rule: Rule | str | None
     origin: str
     inputs: dict[str, dict[str, str]]
+    served_by: str = ""
 
     def lines(self) -> list[str]:
         """Say it in a few lines of text."""
-        text = [f"{self.op}: {_HEADINGS.get(self.rule, str(self.rule))}", f"  from {self.origin}"]
+        text = [f"{self.op}: {_HEADINGS.get(self.rule, str(self.rule))}", f"  from {self.origin}", *self._effects()]
+        return [*text, f"  cast by {self.served_by}"] if self.served_by else text
+
+    def _effects(self) -> list[str]:
         if self.rule in _ALONE:
-            return [*text, f"  {_ALONE[self.rule]}"]
+            return [f"  {_ALONE[self.rule]}"]
         said = {low: _effect(_rule_for(self.rule, low), self.inputs[low]) for low in LOW_DTYPES}
         if len(set(said.values())) == 1:
-            return [*text, f"  {said['bfloat16']}"]
-        return [*text, *(f"  in a {low} region {effect}" for low, effect in said.items())]
+            return [f"  {said['bfloat16']}"]
+        return [f"  in a {low} region {effect}" for low, effect in said.items()]
 
 
 def _effect(rule: CastPolicy, inputs: dict[str, str]) -> str:
@@ -85,6 +91,7 @@ class Explanation:
     Attributes:
         name: The name that was asked for.
         policy: The policy's name.
+        device: The device that was asked about, None for none.
         ops: One entry per overload.
         inside: Entries for the ops that the call reaches through others, if those asked for are not listed.
     """
@@ -93,9 +100,10 @@ class Explanation:
     policy: str
     ops: tuple[OpExplanation, ...]
     inside: tuple[OpExplanation, ...] = ()
+    device: str | None = None
 
     def __str__(self) -> str:
-        text = [f"{self.name} under {self.policy!r}"]
+        text = [f"{self.name} under {self.policy!r}" + (f" on {self.device}" if self.device else "")]
         for op in self.ops:
             text += op.lines()
         if self.inside:
@@ -120,19 +128,22 @@ def explain(policy: Policy, name: str, device: str | None = None) -> Explanation
         UnknownOpError: The name is no op.
     """
     words = vocabulary(policy.framework)
-    own = tables.own_kernels(device, policy.framework) if device else frozenset()
     policy = policy.on(device) if device else policy
-    ops = tuple(_explain_one(policy, op, own) for op in words.resolve(name))
+    ops = tuple(_explain_one(policy, op, device) for op in words.resolve(name))
     inside: tuple[OpExplanation, ...] = ()
     if all(op.rule is None for op in ops):
-        inside = tuple(entry for op in words.inside(name) if (entry := _explain_one(policy, op, own)).rule is not None)
-    return Explanation(name, policy.name, ops, inside)
+        inside = tuple(
+            entry for op in words.inside(name) if (entry := _explain_one(policy, op, device)).rule is not None
+        )
+    return Explanation(name, policy.name, ops, inside, device)
 
 
-def _explain_one(policy: Policy, op: str, own: frozenset[str]) -> OpExplanation:
+def _explain_one(policy: Policy, op: str, device: str | None) -> OpExplanation:
     rule: Rule | str | None = policy.ops.get(op)
-    if rule is None and op in own:
-        return OpExplanation(op, "own", "the framework", {})
+    own = device is not None and op in tables.own_kernels(device, policy.framework)
+    if rule is None and own:
+        owner = _OWNERS.get(policy.framework, policy.framework)
+        return OpExplanation(op, "own", owner, {}, f"{owner}'s kernel")
     if rule is None:
         unlisted = policy.rule_of(op, "bfloat16")
         rule = None if unlisted == CastPolicy.FALLTHROUGH else unlisted
@@ -141,7 +152,20 @@ def _explain_one(policy: Policy, op: str, own: frozenset[str]) -> OpExplanation:
         for low in LOW_DTYPES:
             kind = _rule_for(rule, low)
             inputs[low] = {dtype: input_dtypes(kind, [dtype], low)[0] for dtype in _INPUTS}
-    return OpExplanation(op, rule, policy.origin(op), inputs)
+    return OpExplanation(op, rule, policy.origin(op), inputs, _served_by(policy, op, rule, device))
+
+
+def _served_by(policy: Policy, op: str, rule: Rule | str | None, device: str | None) -> str:
+    if device is None:
+        return ""
+    own = tables.device_table(device, policy.framework).get(op)
+    if rule is None and own is None:
+        return "nobody; the ops inside it that are listed, if there are any, are cast"
+    if rule == own:
+        return f"{_OWNERS.get(policy.framework, policy.framework)}'s kernel"
+    if op in tables.own_kernels(device, policy.framework):
+        return "mezzo's kernel, in the place of the device's own"
+    return f"mezzo's kernel, since the device's own rule is {own or 'none'}"
 
 
 def _rule_for(rule: Rule | str | None, low: str) -> CastPolicy:

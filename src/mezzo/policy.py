@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from . import tables
-from .decision import LOW_DTYPES, CastPolicy, parse_cast_policy
+from .decision import LOW_DTYPES, CastPolicy
 from .errors import PolicyError, near
 from .explanation import Explanation, explain
 from .rules import ByDtype, Rule, RuleLike, resolve_rules
@@ -71,7 +71,7 @@ class Policy:
         parent: Policy | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
-            msg = f"a policy's name must be a non-empty string, got {name!r}."
+            msg = f"a policy's name comes first and must be a non-empty string, got {name!r}."
             raise PolicyError(msg)
         if ops is not None and not isinstance(ops, Mapping):
             msg = f"a policy's ops must be a mapping from op name to rule, got {type(ops).__name__}."
@@ -180,6 +180,9 @@ class Policy:
         if not isinstance(rules, Mapping):
             msg = f"override() takes a mapping from op name to rule, got {type(rules).__name__}."
             raise PolicyError(msg)
+        if name is not None and (not isinstance(name, str) or not name):
+            msg = f"a policy's name must be a non-empty string, got {name!r}."
+            raise PolicyError(msg)
         policy = object.__new__(type(self))
         merged = {**self.ops, **resolve_rules(rules, self.framework)}
         policy._set(name or f"{self.name.rstrip('+')}+", merged, self.default, self.framework, self)
@@ -255,18 +258,30 @@ class Policy:
         traits = vocabulary(self.framework).traits.get(canonical, frozenset())
         return self.default if "compute" in traits else CastPolicy.FALLTHROUGH
 
-    def diff(self, other: Policy) -> dict[str, tuple[Rule | None, Rule | None]]:
+    def diff(self, other: Policy) -> dict[str, tuple[Rule | str | None, Rule | str | None]]:
         """Compare two policies op by op.
 
         Args:
             other: The policy to compare with.
 
         Returns:
-            Canonical op name to (this policy's rule, the other's); None where a policy does not list the op.
+            Canonical op name to (this policy's rule, the other's); None where a policy does not list the op. Different
+            defaults stand under ``"default"``. Empty exactly if the policies are equal.
+
+        Raises:
+            PolicyError: ``other`` is not a policy.
         """
+        if not isinstance(other, Policy):
+            msg = f"diff() takes a Policy, got {other!r}; builtin_policy(name) gives a built-in one."
+            raise PolicyError(msg)
         names = sorted(set(self.ops) | set(other.ops))
-        pairs = {name: (self.ops.get(name), other.ops.get(name)) for name in names}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        pairs: dict[str, tuple[Rule | str | None, Rule | str | None]] = {
+            name: (self.ops.get(name), other.ops.get(name)) for name in names
+        }
+        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if self.default != other.default:
+            return {**changed, "default": (self.default, other.default)}
+        return changed
 
     def explain(self, op: str, *, device: str | None = None) -> Explanation:
         """Say what happens to an op, and why.
@@ -327,12 +342,11 @@ def _rebuild(name: str, rules: dict[str, Rule], default: str, framework: str, pa
 def _default(value: object) -> CastPolicy | Literal["device"]:
     if value == DEVICE:
         return DEVICE
-    default = parse_cast_policy(value)
     allowed = (CastPolicy.FALLTHROUGH, CastPolicy.PROMOTE, CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP)
-    if default not in allowed:
-        msg = f"{default} cannot be a policy's default; allowed are {', '.join(allowed)} and {DEVICE!r}."
+    if value not in allowed:
+        msg = f"{value} cannot be a policy's default; allowed are {', '.join(allowed)} and {DEVICE}."
         raise PolicyError(msg)
-    return default
+    return CastPolicy(str(value))
 
 
 def _check_low_dtype(low_dtype: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .builtin import builtin_policy
+from .decision import LOW_DTYPES
 from .errors import MezzoError, PolicyError, PolicyFileError, UnknownOpError, UnknownPolicyError, near
 from .policy import Policy
 from .rules import ByDtype, Rule
@@ -78,6 +79,10 @@ def _build(content: Mapping[str, Any], stem: str) -> Policy:
     name = content.get("name", stem)
     framework = content.get("framework", "torch")
     ops = content.get("ops", {})
+    for op, rule in ops.items():
+        if isinstance(rule, dict) and rule and not set(rule) & set(LOW_DTYPES):
+            msg = f'{op!r} has no rule but {rule!r}; a name with a dot goes in quotes: "{op}.{next(iter(rule))}" = ...'
+            raise PolicyError(msg)
     if "base" not in content:
         return Policy(name, ops, default=content.get("default", "fallthrough"), framework=framework)
     base = _base(content["base"], framework)
@@ -106,7 +111,7 @@ def write_policy(policy: Policy, path: Path) -> None:
         path: Where to write; an existing file is replaced.
     """
     lines = [
-        f"name = {json.dumps(policy.name)}",
+        f"name = {_quoted(policy.name)}",
         f"framework = {json.dumps(policy.framework)}",
         f"default = {json.dumps(str(policy.default))}",
         "",
@@ -127,6 +132,11 @@ def _grouped(policy: Policy) -> dict[str, Rule]:
         single = op if "." in op or covered == (op,) or op not in covered else f"{op}.default"
         grouped[base if whole else single] = rule
     return grouped
+
+
+def _quoted(text: str) -> str:
+    # TOML's basic strings are JSON's, but for surrogate pairs, which JSON writes in ASCII, and for the delete character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _literal(rule: Rule) -> str:

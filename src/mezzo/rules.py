@@ -29,6 +29,11 @@ class ByDtype:
     bfloat16: CastPolicy
     float16: CastPolicy
 
+    def __post_init__(self) -> None:
+        """Let names stand for cast policies."""
+        for dtype in LOW_DTYPES:
+            object.__setattr__(self, dtype, parse_cast_policy(getattr(self, dtype)))
+
     def __str__(self) -> str:
         return f"{self.bfloat16} in bfloat16, {self.float16} in float16"
 
@@ -109,7 +114,7 @@ def misfit(rule: Rule, traits: frozenset[str] | None, op: str) -> str:
     if isinstance(rule, ByDtype):
         return misfit(rule.bfloat16, traits, op) or misfit(rule.float16, traits, op)
     if rule is CastPolicy.OPAQUE:
-        return f"{op}: opaque is a rule for JAX; use fallthrough." if op.startswith("aten::") else ""
+        return f"{op}: opaque is a rule for JAX; use fallthrough." if "::" in op else ""
     if traits is None:
         return ""
     if traits & {"out", "mutates"} and rule not in (CastPolicy.BANNED, CastPolicy.FALLTHROUGH):

@@ -97,7 +97,17 @@ class Vocabulary:
             >>> vocabulary("torch").resolve("F.softmin")
             ('aten::softmax.int',)
         """
+        if not isinstance(name, str):
+            msg = f"op names are strings such as 'softmax', got {name!r}."
+            raise UnknownOpError(msg)
         if "::" in name and not name.startswith(self.namespace):
+            namespace, _, rest = name.partition("::")
+            if near(namespace, [self.namespace.removesuffix("::")]) and self._expand(rest):
+                msg = f"{name!r} is no op. Did you mean {self.namespace + rest!r}?"
+                raise UnknownOpError(msg)
+            if not namespace or not re.fullmatch(r"\w+(\.\w+)?", rest):
+                msg = f"{name!r} is no op; a custom op is written as library::op or library::op.overload."
+                raise UnknownOpError(msg)
             return (name.removesuffix(".default"),)
         plain = name.removeprefix(self.namespace)
         if plain == name:
@@ -150,7 +160,7 @@ class Vocabulary:
             listed = ", ".join(sorted(op.removeprefix(self.namespace) for op in self._overloads[base]))
             return f"{name!r} is no op: {base} has no such overload; it has {listed}."
         hint = near(plain.split(".")[0], set(self.base_names()))
-        return f"{name!r} is no op that this framework has.{hint} `mezzo ops` lists the names."
+        return f"{name!r} is no op that this framework has.{hint} `mezzo ops` lists the ops that have rules."
 
 
 def base_name(op: str) -> str:

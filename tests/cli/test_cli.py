@@ -131,7 +131,7 @@ def test_a_call_that_is_not_listed_is_looked_into() -> None:
         ("linear", "unified", "cast by PyTorch's kernel"),
         ("linear", "fp32", "cast by mezzo's kernel, since the device's own rule is lower_precision_fp"),
         ("exp", "unified", "cast by mezzo's kernel, since the device's own rule is none"),
-        ("relu", "unified", "cast by nobody"),
+        ("relu", "unified", "cast by nobody; the ops inside it that are listed, if there are any, are cast"),
     ],
 )
 def test_it_says_who_casts(op: str, policy: str, who: str) -> None:
@@ -194,7 +194,9 @@ def test_a_wrong_call_is_told_what_is_allowed(arguments: tuple[str, ...], text: 
 
 def test_near_names_are_offered() -> None:
     assert complaint("ops", "mm", "-d", "cud").endswith("Did you mean 'cuda' or 'cpu'?")
-    assert complaint("ops", "-p", "unifed").endswith("Did you mean 'unified'?")
+    assert complaint("ops", "-p", "unifed").endswith(
+        "Did you mean 'unified'? A policy in a file is named by a path object or a string that ends in .toml."
+    )
 
 
 @pytest.mark.parametrize("arguments", [("ops",), ("ops", "mm")], ids=["table", "one-op"])

@@ -62,7 +62,7 @@ def demo(
         )
     try:
         run_demo(output, device=device, epochs=epochs, quick=quick, seed=seed, console=Console())
-    except (MezzoError, ValueError) as error:
+    except (MezzoError, ValueError, OSError) as error:
         _fail(error)
 
 

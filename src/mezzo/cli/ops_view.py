@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from mezzo import tables
 from mezzo.decision import CastPolicy
-from mezzo.explanation import OpExplanation
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
 
-__all__ = ["explanation_text", "ops_table", "served_by"]
+__all__ = ["SHORT", "explanation_text", "ops_table"]
 
 # A table of several devices has to fit a terminal of 80 columns.
 SHORT: dict[str, str] = {
@@ -102,40 +100,8 @@ def explanation_text(policy: Policy, op: str, devices: Sequence[str]) -> str:
     blocks: dict[str, list[str]] = {}
     for device in devices:
         explanation = policy.explain(op, device=device)
-        lines = [line for entry in explanation.ops for line in _lines(entry, policy, device)]
-        if explanation.inside:
-            lines += ["and inside it"]
-            lines += [line for entry in explanation.inside for line in _lines(entry, policy, device)]
-        blocks.setdefault("\n".join(lines), []).append(device)
+        # The origin of a device's own rule names the device; left out, devices that agree share one block.
+        text = "\n".join(str(explanation).splitlines()[1:])
+        blocks.setdefault(text.replace(f"'{policy.framework}/{device}'", "of the device"), []).append(device)
     heading = f"{op} under the policy {policy.name!r}"
     return "\n\n".join([heading, *(f"on {', '.join(names)}\n{text}" for text, names in blocks.items())])
-
-
-def _lines(entry: OpExplanation, policy: Policy, device: str) -> list[str]:
-    lines = entry.lines()
-    # The origin of a device's own rule names the device; left out, devices that agree share one block.
-    lines[1] = lines[1].replace(f"'{policy.framework}/{device}'", "of the device")
-    return [*lines, f"  cast by {served_by(policy, entry.op, device)}"]
-
-
-def served_by(policy: Policy, op: str, device: str) -> str:
-    """Say whose kernel casts an op.
-
-    Args:
-        policy: The policy.
-        op: Canonical name.
-        device: A name from `mezzo.tables.devices`.
-
-    Returns:
-        Text such as ``"mezzo's kernel: the rule differs from the device's own"``.
-    """
-    own = tables.device_table(device, policy.framework).get(op)
-    filled = policy.on(device)
-    rule: Rule | str | None = filled.ops.get(op)
-    if rule is None and filled.rule_of(op, "bfloat16") is not CastPolicy.FALLTHROUGH:
-        rule = filled.default
-    if rule is None and own is None:
-        return "PyTorch's kernel" if op in tables.own_kernels(device, policy.framework) else "nobody"
-    if rule == own:
-        return "PyTorch's kernel"
-    return f"mezzo's kernel, since the device's own rule is {own or 'none'}"

@@ -84,7 +84,7 @@ def _rows(framework: str, device: str) -> Mapping[str, str]:
         known = devices(framework)
         why, hint = f"{_ELSEWHERE.get(device)}, so mezzo has none to show", ""
         if device not in _ELSEWHERE:
-            why, hint = "there is no such table", near(device, known)
+            why, hint = "there is no such table", near(device.lower(), known)
         msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
         raise DeviceError(msg)
     return MappingProxyType({row["op"]: row["policy"] for row in read(framework, device)})

@@ -65,7 +65,13 @@ class Slot(threading.local):
 
         That is its region's policy, else that of the thread whose backward pass it runs, else the process-wide default.
         """
-        return self.active or self._carried() or self.default
+        active = self.active
+        if active is not None:
+            return active
+        active = self._carried() or self.default
+        if self.observer is not None:
+            return Active(active.policy, self.observer(active.policy))
+        return active
 
     def _carried(self) -> Active | None:
         """Give what PyTorch's thread state holds; in a thread of autograd's, what the caller of ``backward`` had set."""
@@ -92,7 +98,13 @@ class Slot(threading.local):
     def leave(self, before: Active | None) -> None:
         """Undo `enter`."""
         self.active = before
-        torch._C._stash_obj_in_tls(self.key, self.outer if before is None else before)
+        carried = self.outer if before is None else before
+        if carried is not None:
+            torch._C._stash_obj_in_tls(self.key, carried)
+        else:
+            # Not left behind as None: a thread that ends with a Python object in PyTorch's state needs the GIL to drop it,
+            # and takes the process down with it if the interpreter is on its way out by then.
+            torch._C._remove_obj_from_tls(self.key)
 
 
 _slots: dict[str, Slot] = {}

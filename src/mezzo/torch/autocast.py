@@ -112,6 +112,9 @@ class autocast:  # noqa: N801 - PyTorch's name
         *,
         policy: PolicyLike | None = None,
     ) -> None:
+        if not isinstance(device_type, str):
+            msg = f"Expected `device_type` of type `str`, got: `{type(device_type)}`"
+            raise ValueError(msg)  # PyTorch's own error for this
         if device_type == "auto":
             device_type, *rest = _auto_devices()
             self._inner = autocast(rest[0], dtype, enabled, cache_enabled, policy=policy) if rest else None
@@ -122,8 +125,8 @@ class autocast:  # noqa: N801 - PyTorch's name
         else:
             enabled, self.fast_dtype = _ask_torch(device_type, dtype, enabled)
         self.device = device_type
-        self._enabled = enabled
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._enabled = bool(enabled)
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
         self._set_policy(policy)
         self._entries: list[_Entry] = []
 
@@ -142,6 +145,8 @@ class autocast:  # noqa: N801 - PyTorch's name
     def __enter__(self) -> autocast:
         """Set the region's state in this thread."""
         device = self.device
+        if torch._C._is_torch_function_mode_enabled():
+            self._show_to_export()
         dtype = torch.get_autocast_dtype(device)
         # First, for it is the one call that can fail: on something that is no dtype, of which the constructor only warns.
         torch.set_autocast_dtype(device, self.fast_dtype)
@@ -153,8 +158,6 @@ class autocast:  # noqa: N801 - PyTorch's name
         torch.set_autocast_cache_enabled(self._cache_enabled)
         if self._inner is not None:
             self._inner.__enter__()
-        if torch._C._is_torch_function_mode_enabled():
-            self._show_to_export()
         return self
 
     @runs_eagerly
@@ -196,6 +199,12 @@ class autocast:  # noqa: N801 - PyTorch's name
     def _show_to_export(self) -> None:
         # torch.export records regions by seeing their entry and exit; no other mode is to know of them.
         for mode in _export_modes():
+            if self._active is not None and self._active.plan is not None:
+                msg = (
+                    f"torch.export records a region as PyTorch's own, without its policy {self._active.policy.name!r}; "
+                    "export inside the region instead, or give the region no policy."
+                )
+                raise RegionError(msg)
             arguments = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             mode.__torch_function__(_enter_autocast, (), arguments)
 

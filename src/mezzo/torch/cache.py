@@ -30,8 +30,8 @@ __all__ = ["caster_of_weights", "casts_of_thread", "is_cached", "keep_in_step"]
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
 
-_Entry = tuple[Tensor, int, int, Tensor]
-"""The weight, its version and its address when it was cast, and the cast. The cast's graph holds the weight anyway."""
+_Entry = tuple[Tensor, int, int, Tensor, int]
+"""The weight, its version and its address when it was cast, the cast and its version. Its graph holds the weight anyway."""
 
 
 class _Casts(dict[int, _Entry]):
@@ -45,9 +45,16 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.casts = {torch.bfloat16: _Casts(), torch.float16: _Casts()}
-        _of_all_threads.extend(map(weakref.ref, self.casts.values()))
+        with _lock:
+            self._join()
+
+    def _join(self) -> None:
+        # Those of threads that are gone are left out on the way.
+        alive = [reference for reference in list(_of_all_threads) if reference() is not None]
+        _of_all_threads[:] = [*alive, *map(weakref.ref, self.casts.values())]
 
 
+_lock = threading.Lock()
 _of_all_threads: list[weakref.ref[_Casts]] = []
 _thread = _Thread()
 _in_step = False
@@ -86,9 +93,10 @@ def caster_of_weights(cast: Cast) -> Cast:
         entry = casts.get(id(tensor))
         if entry is None:
             return keep(tensor, target, casts) if tensor.requires_grad else cast(tensor, target)
-        _, version, pointer, kept = entry
+        _, version, pointer, kept, kept_version = entry
         if (
             version == tensor._version
+            and kept_version == kept._version
             and pointer == tensor.data_ptr()
             and tensor.requires_grad
             and _enabled()
@@ -104,7 +112,7 @@ def caster_of_weights(cast: Cast) -> Cast:
         with torch.enable_grad():
             made = cast(tensor, target)
         if made is not tensor:
-            casts[id(tensor)] = (tensor, tensor._version, tensor.data_ptr(), made)
+            casts[id(tensor)] = (tensor, tensor._version, tensor.data_ptr(), made, made._version)
         return made
 
     return cast_weight
@@ -160,9 +168,7 @@ def keep_in_step() -> None:
 
 
 def _after_step(*_: object) -> None:
-    for reference in list(_of_all_threads):
+    for reference in _of_all_threads:
         casts = reference()
-        if casts is None:
-            _of_all_threads.remove(reference)
-        else:
+        if casts is not None:
             casts.clear()

@@ -44,6 +44,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
 
     Raises:
         ValueError: ``device_type`` is not a string.
+        TypeError: ``cast_inputs`` is not a dtype.
 
     Example:
         >>> import torch
@@ -63,6 +64,9 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         torch.float32
     """
     _check_device_type(device_type)
+    if cast_inputs is not None and not isinstance(cast_inputs, torch.dtype):
+        msg = f"cast_inputs must be a torch.dtype such as torch.float32, got {cast_inputs!r}."
+        raise TypeError(msg)
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 

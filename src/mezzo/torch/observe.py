@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mezzo.torch.active import slot_for
 from mezzo.torch.cache import is_cached
 from mezzo.torch.casting import device_for, dtype_name
 from mezzo.torch.kernels import install
-from mezzo.torch.ops import op_spec
+from mezzo.torch.ops import check_device, op_spec
 from mezzo.torch.plans import Plan, Served, build_plan
 
 __all__ = ["Observation", "OpCall", "observe"]
@@ -83,7 +84,8 @@ def observe(device_type: str) -> Iterator[Observation]:
         An `Observation` that fills while the block runs.
 
     Raises:
-        RuntimeError: There is no autocast for the device.
+        RuntimeError: The string is no device type.
+        DeviceError: There is no autocast for the device.
 
     Example:
         >>> import torch, mezzo.torch
@@ -93,21 +95,30 @@ def observe(device_type: str) -> Iterator[Observation]:
         >>> [(call.op, call.output_dtype, call.casts) for call in seen.calls]
         [('aten::linear', 'bfloat16', 3)]
     """
+    device_type = check_device(device_type)
     slot = slot_for(device_type)
     seen = Observation()
+    outer = slot.observer
 
+    @cache
     def observed(policy: Policy) -> Plan:
-        plan = build_plan(policy, device_type, serve_all=True)
-        install(plan)
+        if outer is not None:
+            plan = outer(policy)
+        else:
+            plan = build_plan(policy, device_type, serve_all=True)
+            install(plan)
         return plan.wrapped(lambda served: _observed(served, device_type, seen))
 
-    outer = slot.observer
     slot.observer = observed
-    before = slot.enter(slot.current())
+    active = slot.active
+    observed(slot.current().policy)
+    # An open region is entered again, to look in; outside of any the observer is asked at each call.
+    before = slot.enter(active) if active is not None else None
     try:
         yield seen
     finally:
-        slot.leave(before)
+        if active is not None:
+            slot.leave(before)
         slot.observer = outer
 
 

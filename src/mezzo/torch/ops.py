@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mezzo import tables
-from mezzo.errors import UnknownOpError
+from mezzo.errors import DeviceError, UnknownOpError
 from mezzo.vocabulary import base_name, vocabulary
 
 __all__ = ["OpSpec", "TableChange", "installed_catalog", "op_spec", "registered_ops", "table_change"]
@@ -28,7 +28,8 @@ _NOT_COMPUTE = re.compile(
     r"|exponential|log_normal|binomial|multinomial|rrelu_with|flatten_dense|unflatten_dense"
 )
 
-# Arguments that an op updates in place without its schema saying so. A cast would update a copy and lose the update.
+# Arguments that an op updates in place without its schema saying so. A cast would update a copy and lose the update, so
+# of such an op only the first tensor is cast.
 _STATE_ARGUMENTS = frozenset({"running_mean", "running_var"})
 
 
@@ -129,6 +130,9 @@ def op_spec(name: str) -> OpSpec | None:
     arguments = overload._schema.arguments
     positional = [argument for argument in arguments if not argument.kwarg_only]
     kinds = [_kind(argument) for argument in positional]
+    if any(argument.name in _STATE_ARGUMENTS for argument in positional):
+        # A batch norm takes a low input with float32 parameters and statistics, but no other mixture.
+        kinds = [kind if place == 0 else "" for place, kind in enumerate(kinds)]
     dtypes = [
         i for i, argument in enumerate(arguments) if argument.name == "dtype" and str(argument.type) == "Optional[int]"
     ]
@@ -154,9 +158,7 @@ def _leading(kinds: list[str]) -> int:
 
 
 def _kind(argument: Any) -> str:
-    """Classify an argument as ``"tensor"``, ``"list"`` (of tensors) or ``""`` (never cast)."""
-    if argument.name in _STATE_ARGUMENTS:
-        return ""
+    """Classify an argument as ``"tensor"``, ``"list"`` (of tensors) or ``""``."""
     return {"Tensor": "tensor", "Optional[Tensor]": "tensor", "List[Tensor]": "list"}.get(str(argument.type), "")
 
 
@@ -222,6 +224,25 @@ def autocast_key_name(device: str) -> str:
     """
     spelled = {"privateuseone": "PrivateUse1", torch._C._get_privateuse1_backend_name(): "PrivateUse1"}
     return f"Autocast{spelled.get(device, device.upper())}"
+
+
+def check_device(device_type: str) -> str:
+    """Refuse a device type that autocast does not know.
+
+    Args:
+        device_type: A device type, or a device such as ``"cuda:0"``.
+
+    Returns:
+        The plain device type.
+
+    Raises:
+        RuntimeError: The string is no device type; PyTorch's own error.
+        DeviceError: There is no autocast for it.
+    """
+    if not torch.amp.is_autocast_available(device_type):
+        msg = f"there is no autocast for device type {device_type!r}."
+        raise DeviceError(msg)
+    return device_type.split(":", 1)[0]
 
 
 def installed_catalog() -> dict[str, frozenset[str]]:

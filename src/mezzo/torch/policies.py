@@ -13,6 +13,7 @@ from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
 from mezzo.policy import Policy
 from mezzo.torch.active import Active, Slot, slot_for
 from mezzo.torch.kernels import install
+from mezzo.torch.ops import check_device
 from mezzo.torch.plans import Plan, build_plan
 
 __all__ = ["active_policy", "follow_default", "get_default_policy", "policy_on", "prepare_plan", "set_default_policy"]
@@ -74,8 +75,14 @@ def active_policy(device_type: str) -> Policy:
 
     Returns:
         The innermost region's policy, else the process-wide default.
+
+    Raises:
+        RuntimeError: The string is no device type.
+        DeviceError: There is no autocast for the device.
     """
-    return slot_for(device_type).current().policy
+    slot = slot_for(check_device(device_type))
+    follow_default(slot)
+    return slot.current().policy
 
 
 def prepare_plan(policy: Policy, device_type: str) -> Plan | None:
