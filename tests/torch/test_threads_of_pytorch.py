@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 import mezzo.torch
@@ -35,6 +36,7 @@ class Deep(torch.autograd.Function):
         return grad, None
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this PyTorch cannot carry a policy safely")
 def test_a_regions_policy_rules_in_the_threads_that_run_its_backward() -> None:
     Deep.seen.clear()
     with autocast("cpu", policy="fp32"):

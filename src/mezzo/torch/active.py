@@ -36,6 +36,8 @@ class Active:
     plan: Plan | None
 
 
+# PyTorch 2.11 can put an object into its thread state but not take it out again; there a policy is not carried.
+_CARRIES = hasattr(torch._C, "_remove_obj_from_tls")
 _NOTHING = Active(builtin_policy("torch"), None)
 
 
@@ -92,12 +94,15 @@ class Slot(threading.local):
         if self.observer is not None:
             active = Active(active.policy, self.observer(active.policy))
         self.active = active
-        torch._C._stash_obj_in_tls(self.key, active)
+        if _CARRIES:
+            torch._C._stash_obj_in_tls(self.key, active)
         return before
 
     def leave(self, before: Active | None) -> None:
         """Undo `enter`."""
         self.active = before
+        if not _CARRIES:
+            return
         carried = self.outer if before is None else before
         if carried is not None:
             torch._C._stash_obj_in_tls(self.key, carried)
