@@ -117,7 +117,8 @@ def _reset_policies() -> None:
     set_default_policy("torch")
     for device in ("cpu", "cuda"):
         slot = slot_for(device)
-        slot.observer = slot.outer = None
+        slot.observe(None)
+        slot.outer = None
         slot.leave(None)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 
@@ -38,6 +39,7 @@ class Active:
 
 # PyTorch 2.11 can put an object into its thread state but not take it out again; there a policy is not carried.
 _CARRIES = hasattr(torch._C, "_remove_obj_from_tls")
+_MAIN_THREAD = threading.main_thread().ident
 _NOTHING = Active(builtin_policy("torch"), None)
 
 
@@ -71,9 +73,16 @@ class Slot(threading.local):
         if active is not None:
             return active
         active = self._carried() or self.default
-        if self.observer is not None:
+        if _observers and self.observer is not None:
             return Active(active.policy, self.observer(active.policy))
         return active
+
+    def observe(self, observer: Callable[[Policy], Plan] | None) -> None:
+        """Set this thread's observer, or take it away."""
+        global _observers  # noqa: PLW0603 - saves every region a look at its thread's state
+        with _lock:
+            _observers += (observer is not None) - (self.observer is not None)
+        self.observer = observer
 
     def _carried(self) -> Active | None:
         """Give what PyTorch's thread state holds; in a thread of autograd's, what the caller of ``backward`` had set."""
@@ -89,9 +98,10 @@ class Slot(threading.local):
             What was in force, for `leave`.
         """
         before = self.active
-        if before is None:
+        if before is None and get_ident() != _MAIN_THREAD:
+            # Autograd never carries anything into the main thread, so that one need not ask.
             self.outer = self._carried()
-        if self.observer is not None:
+        if _observers and self.observer is not None:
             active = Active(active.policy, self.observer(active.policy))
         self.active = active
         if _CARRIES:
@@ -114,6 +124,7 @@ class Slot(threading.local):
 
 _slots: dict[str, Slot] = {}
 _lock = threading.Lock()
+_observers = 0  # in all threads
 
 
 def slot_for(device_type: str) -> Slot:

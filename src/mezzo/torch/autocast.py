@@ -17,20 +17,25 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from mezzo.builtin import PolicyLike, resolve_policy
+from mezzo.builtin import PolicyLike
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
 from mezzo.torch.active import Active, slot_for
 from mezzo.torch.eager import runs_eagerly
-from mezzo.torch.policies import follow_default, prepare_plan
+from mezzo.torch.policies import active_for, follow_default
 
 __all__ = ["autocast", "is_autocast_available"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_Entry = tuple[int, bool, bool, torch.dtype, "Active | None"]
-"""What one entry of a region found: its thread, cache flag, enabled flag, dtype and policy."""
+_Entry = tuple[bool, bool, torch.dtype, "Active | None"]
+"""What one entry of a region found: cache flag, enabled flag, dtype and policy."""
+
+_NOT_ENTERED = (
+    "autocast.__exit__() was called in a thread that has not entered this region; use it in a `with` statement, or call "
+    "__enter__() and __exit__() in pairs in one thread."
+)
 
 _LOW = (torch.bfloat16, torch.float16)
 # Device types for which PyTorch's constructor checks nothing but the dtype, so that need not be asked each time.
@@ -128,7 +133,7 @@ class autocast:  # noqa: N801 - PyTorch's name
         self._enabled = bool(enabled)
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
         self._set_policy(policy)
-        self._entries: list[_Entry] = []
+        self._entries: dict[int, list[_Entry]] = {}
 
     def _set_policy(self, policy: PolicyLike | None) -> None:
         # "cpu:0" is a spelling that PyTorch takes; policies go by type.
@@ -138,8 +143,7 @@ class autocast:  # noqa: N801 - PyTorch's name
         if policy is None:
             follow_default(self._slot)
         else:
-            resolved = resolve_policy(policy)
-            self._active = Active(resolved, prepare_plan(resolved, plain_type))
+            self._active = active_for(policy, plain_type)
 
     @runs_eagerly
     def __enter__(self) -> autocast:
@@ -152,7 +156,10 @@ class autocast:  # noqa: N801 - PyTorch's name
         torch.set_autocast_dtype(device, self.fast_dtype)
         cache_enabled, enabled = torch.is_autocast_cache_enabled(), torch.is_autocast_enabled(device)
         before = self._slot.enter(self._active) if self._active is not None else None
-        self._entries.append((get_ident(), cache_enabled, enabled, dtype, before))
+        thread = get_ident()
+        if thread not in self._entries:
+            self._entries[thread] = []
+        self._entries[thread].append((cache_enabled, enabled, dtype, before))
         torch.set_autocast_enabled(device, self._enabled)
         torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(self._cache_enabled)
@@ -167,7 +174,10 @@ class autocast:  # noqa: N801 - PyTorch's name
         Raises:
             RegionError: This thread has not entered the region.
         """
-        _, cache_enabled, enabled, dtype, before = self._last_entry()
+        entries = self._entries.get(get_ident())
+        if not entries:
+            raise RegionError(_NOT_ENTERED)
+        cache_enabled, enabled, dtype, before = entries.pop()
         if self._inner is not None:
             self._inner.__exit__(*exc_info)
         # As PyTorch's regions do: the casts of weights go when a thread leaves its outermost region.
@@ -179,22 +189,10 @@ class autocast:  # noqa: N801 - PyTorch's name
         torch.set_autocast_cache_enabled(cache_enabled)
         if self._active is not None:
             self._slot.leave(before)
-        if torch._C._is_torch_function_mode_enabled():
+        if torch._C._is_torch_function_mode_enabled():  # under torch.export
             for mode in _export_modes():
                 mode.__torch_function__(_exit_autocast, (), ())
         return False
-
-    def _last_entry(self) -> _Entry:
-        thread = get_ident()
-        entries = self._entries
-        for index in range(len(entries) - 1, -1, -1):
-            if entries[index][0] == thread:
-                return entries.pop(index)
-        msg = (
-            "autocast.__exit__() was called in a thread that has not entered this region; use it in a `with` statement, "
-            "or call __enter__() and __exit__() in pairs in one thread."
-        )
-        raise RegionError(msg)
 
     def _show_to_export(self) -> None:
         # torch.export records regions by seeing their entry and exit; no other mode is to know of them.
@@ -245,7 +243,7 @@ class autocast:  # noqa: N801 - PyTorch's name
         policy = state.pop("policy")
         self.__dict__.update(state)
         self._set_policy(policy)
-        self._entries = []
+        self._entries = {}
 
     def __repr__(self) -> str:
         policy = "" if self.policy is None else f", policy={self.policy.name!r}"

@@ -45,6 +45,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.casts = {torch.bfloat16: _Casts(), torch.float16: _Casts()}
+        self.all_casts = tuple(self.casts.values())
         with _lock:
             self._join()
 
@@ -144,11 +145,6 @@ def is_cached(weight: Tensor, target: torch.dtype) -> bool:
     return entry[1] == weight._version and entry[2] == weight.data_ptr()
 
 
-def _forget() -> None:
-    for casts in _thread.casts.values():
-        casts.clear()
-
-
 def keep_in_step() -> None:
     """Have the casts die with PyTorch's, and at every optimizer step; set up once per process."""
     global _in_step  # noqa: PLW0603 - once per process
@@ -161,7 +157,9 @@ def keep_in_step() -> None:
     @functools.wraps(original)
     @runs_eagerly
     def clear_autocast_cache() -> None:
-        _forget()
+        for casts in _thread.all_casts:
+            if casts:
+                casts.clear()
         original()
 
     torch.clear_autocast_cache = clear_autocast_cache

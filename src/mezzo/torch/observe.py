@@ -109,7 +109,7 @@ def observe(device_type: str) -> Iterator[Observation]:
             install(plan)
         return plan.wrapped(lambda served: _observed(served, device_type, seen))
 
-    slot.observer = observed
+    slot.observe(observed)
     active = slot.active
     observed(slot.current().policy)
     # An open region is entered again, to look in; outside of any the observer is asked at each call.
@@ -119,7 +119,7 @@ def observe(device_type: str) -> Iterator[Observation]:
     finally:
         if active is not None:
             slot.leave(before)
-        slot.observer = outer
+        slot.observe(outer)
 
 
 def _observed(served: Served, device_type: str, seen: Observation) -> Served:

@@ -16,10 +16,19 @@ from mezzo.torch.kernels import install
 from mezzo.torch.ops import check_device
 from mezzo.torch.plans import Plan, build_plan
 
-__all__ = ["active_policy", "follow_default", "get_default_policy", "policy_on", "prepare_plan", "set_default_policy"]
+__all__ = [
+    "active_for",
+    "active_policy",
+    "follow_default",
+    "get_default_policy",
+    "policy_on",
+    "prepare_plan",
+    "set_default_policy",
+]
 
 _default: Policy = builtin_policy("torch")
 _lock = threading.RLock()
+_by_name: dict[tuple[str, str], Active] = {}
 
 
 def set_default_policy(policy: PolicyLike) -> None:
@@ -105,6 +114,25 @@ def _prepared(policy: Policy, name: str, device_type: str) -> Plan | None:  # no
     return plan if plan.ops else None
 
 
+def active_for(policy: PolicyLike, device_type: str) -> Active:
+    """Give what a region with this policy puts in force on a device.
+
+    Args:
+        policy: As in `mezzo.torch.autocast`.
+        device_type: The device type.
+
+    Returns:
+        The policy and its plan; for a built-in name the same object at every call, since a region may be made at every step.
+    """
+    if isinstance(policy, str) and (known := _by_name.get((policy, device_type))) is not None:
+        return known
+    resolved = resolve_policy(policy)
+    active = Active(resolved, prepare_plan(resolved, device_type))
+    if isinstance(policy, str) and not policy.endswith(".toml"):
+        _by_name[policy, device_type] = active
+    return active
+
+
 def follow_default(slot: Slot) -> None:
     """Make sure that a device's slot holds the process-wide default.
 
@@ -142,8 +170,7 @@ def policy_on(device_type: str, policy: PolicyLike) -> Iterator[None]:
         Nothing.
     """
     slot = slot_for(device_type)
-    resolved = resolve_policy(policy)
-    before = slot.enter(Active(resolved, prepare_plan(resolved, device_type)))
+    before = slot.enter(active_for(policy, device_type))
     try:
         yield
     finally:
