@@ -31,6 +31,7 @@ from mezzo.torch.plans import Plan, Served, build_plan, native_rules
 __all__ = ["installed_kernels", "install", "serve_all"]
 
 _lock = threading.Lock()
+_NUMBERS = frozenset((bool, int, float, complex))
 _installed: dict[tuple[str, str], Callable[..., Any]] = {}
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -165,7 +166,7 @@ def _with_tensors(spec: OpSpec, kernel: Callable[..., Any]) -> Callable[..., Any
     @runs_eagerly
     def kernel_with_tensors(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         for place in places:
-            if place < len(args) and isinstance(args[place], int | float | complex):
+            if place < len(args) and args[place].__class__ in _NUMBERS:
                 number = torch.tensor(args[place])
                 args = (*args[:place], number, *args[place + 1 :])
         return kernel(keyset, *args, **kwargs)
