@@ -94,33 +94,26 @@ def _call(spec: OpSpec) -> Callable[..., Any]:
     return getattr(spec.overload, "_op", spec.overload)  # type: ignore[no-any-return]
 
 
-def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
+def _casting(spec: OpSpec, cast: Cast, fixed: torch.dtype | None) -> Action:
+    """Make the action that casts every tensor: to one dtype, or for None to the region's."""
     call = _call(spec)
-    cast = device.cast_weight
     if spec.leading_tensors == 2:
-        return lambda args, kwargs, low_dtype: call(*_cast_two(args, low_dtype, cast), **kwargs)
+        return lambda args, kwargs, low_dtype: call(*_cast_two(args, fixed or low_dtype, cast), **kwargs)
     cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
-        cast_args, cast_kwargs = cast_all(args, kwargs, low_dtype)
+        cast_args, cast_kwargs = cast_all(args, kwargs, fixed or low_dtype)
         return call(*cast_args, **cast_kwargs)
 
     return action
+
+
+def _lower_precision_fp(spec: OpSpec, device: Device) -> Action:
+    return _casting(spec, device.cast_weight, None)
 
 
 def _fp32(spec: OpSpec, device: Device) -> Action:
-    call = _call(spec)
-    cast = device.cast
-    float32 = torch.float32
-    if spec.leading_tensors == 2:
-        return lambda args, kwargs, _: call(*_cast_two(args, float32, cast), **kwargs)
-    cast_all = _caster(spec, cast)
-
-    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
-        cast_args, cast_kwargs = cast_all(args, kwargs, float32)
-        return call(*cast_args, **cast_kwargs)
-
-    return action
+    return _casting(spec, device.cast, torch.float32)
 
 
 def _cast_two(args: Arguments, target: torch.dtype, cast: Cast) -> list[Any]:
