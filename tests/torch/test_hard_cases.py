@@ -13,6 +13,7 @@ import mezzo.torch
 from mezzo import Policy, builtin_policy
 from mezzo.errors import RegionError
 from mezzo.torch import autocast, observe, set_default_policy
+from mezzo.torch.active import slot_for
 
 EVERYTHING = [Policy("everything", default=default) for default in ("fp32", "lower_precision_fp", "promote")]
 
@@ -147,3 +148,10 @@ def test_a_process_ends_well_after_threads_had_regions() -> None:
 def test_wrong_arguments_are_refused_with_the_error_that_is_promised(call: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         call()  # type: ignore[operator]
+
+
+def test_a_region_leaves_nothing_in_pytorchs_thread_state() -> None:
+    """What makes the process above end well, without the luck of a race."""
+    with autocast("cpu", policy="unified"), autocast("cpu", policy="fp32"):
+        pass
+    assert not torch._C._is_key_in_tls(slot_for("cpu").key)
