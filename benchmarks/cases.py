@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Workload = Literal["model", "op", "rule", "enter"]
 
 MODEL_BOUND = 1.02
+DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
 OP_BOUND = 5e-6
 CONVOLUTION_BOUND = 12e-6
 ENTER_BOUND = 2.0
@@ -67,6 +68,12 @@ def _model_cases() -> list[Case]:
         Case(f"model-{model}", f'{title}; policy "torch"', "model", model, "torch", "ratio", MODEL_BOUND)
         for model, title in _MODELS.items()
     ]
+    default = [
+        Case(
+            f"default-{model}", f'{title}; policy "default"', "model", model, "default", "ratio", DEFAULT_BOUNDS[model]
+        )
+        for model, title in _MODELS.items()
+    ]
     after = [
         Case(
             f"registered-{model}",
@@ -80,7 +87,7 @@ def _model_cases() -> list[Case]:
         )
         for model, title in _MODELS.items()
     ]
-    return plain + after
+    return plain + default + after
 
 
 def _op_cases() -> list[Case]:

@@ -21,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail at once, instead of skipping the tests marked gpu, if there is no CUDA device",
     )
+    parser.addoption(
+        "--amp",
+        choices=["mezzo", "torch"],
+        default="mezzo",
+        help="whose autocast the tests in tests/torch/faults run under; under torch, each of them is to fail",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -65,6 +71,7 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.get_autocast_dtype("cpu"),
         "cuda enabled": torch.is_autocast_enabled("cuda"),
         "cuda dtype": torch.get_autocast_dtype("cuda"),
+        "tokens": [device for device in ("maia", "ipu", "xla") if torch.is_autocast_enabled(device)],
         **_policies(),
     }
     clean = {
@@ -74,7 +81,8 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.bfloat16,
         "cuda enabled": False,
         "cuda dtype": torch.float16,
-        "default policy": "torch",
+        "tokens": [],
+        "default policy": "default",
         "active policy": "torch",
         "kept casts": 0,
         "region policy": None,
@@ -114,7 +122,7 @@ def _reset_policies() -> None:
     from mezzo.torch import set_default_policy
     from mezzo.torch.active import slot_for
 
-    set_default_policy("torch")
+    set_default_policy(None)
     for device in ("cpu", "cuda"):
         slot = slot_for(device)
         slot.observe(None)

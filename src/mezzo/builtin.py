@@ -17,7 +17,7 @@ __all__ = ["PolicyLike", "builtin_names", "builtin_policy", "resolve_policy"]
 PolicyLike = str | Path | Policy
 """What ``policy=`` takes: a built-in name, the path of a TOML file, or a `Policy`."""
 
-_NAMES: Final = ("torch", "unified", "fp32")
+_NAMES: Final = ("default", "torch", "unified", "fp32")
 
 
 def builtin_names(framework: str = "torch") -> tuple[str, ...]:
@@ -30,8 +30,8 @@ def builtin_names(framework: str = "torch") -> tuple[str, ...]:
         The names that ``policy=`` takes, then those of the devices' tables.
 
     Example:
-        >>> builtin_names()[:3]
-        ('torch', 'unified', 'fp32')
+        >>> builtin_names()[:4]
+        ('default', 'torch', 'unified', 'fp32')
     """
     return (*_NAMES, *tables.devices(framework))
 
@@ -41,9 +41,10 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
     """Give a built-in policy by name.
 
     Args:
-        name: ``"torch"``: the device's own table, exactly. ``"unified"``: one table for all devices, the CUDA list and the
-            entries that only the CPU list has. ``"fp32"``: every listed op in float32, whatever comes in. Or a device's
-            name, for that device's table as a policy.
+        name: ``"default"``: the device's own table, and repairs where PyTorch's autocast would raise over dtypes or serve
+            the stale cast of a weight. ``"torch"``: the device's own table, exactly. ``"unified"``: one table for all
+            devices, the CUDA list and the entries that only the CPU list has. ``"fp32"``: every listed op in float32,
+            whatever comes in. Or a device's name, for that device's table as a policy.
         framework: For whose ops.
 
     Returns:
@@ -56,8 +57,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         >>> builtin_policy("unified").rule("softmax")
         <CastPolicy.FP32_SET_OPT_DTYPE: 'fp32_set_opt_dtype'>
     """
-    if name == "torch":
-        return Policy("torch", default="device", framework=framework)
+    if name in ("default", "torch"):
+        return Policy(name, default="device", framework=framework, repairs=name == "default")
     if name == "unified":
         return _named("unified", _unified(framework), framework)
     if name == "fp32":
@@ -132,7 +133,7 @@ def resolve_policy(policy: PolicyLike, *, framework: str = "torch") -> Policy:
     else:
         msg = (
             f"policy must be a Policy, a built-in name or the path of a .toml file, got {type(policy).__name__}. "
-            "To change single rules: builtin_policy('torch').override({'softmax': 'fp32'})."
+            "To change single rules: builtin_policy('default').override({'softmax': 'fp32'})."
         )
         raise PolicyError(msg)
     if found.framework != framework:

@@ -53,6 +53,7 @@ class OpExplanation:
         origin: Where the rule was set.
         inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op.
         served_by: Whose kernel casts; empty if no device was named.
+        repair: What is done if a call fails over dtypes; empty if nothing is.
     """
 
     op: str
@@ -60,10 +61,13 @@ class OpExplanation:
     origin: str
     inputs: dict[str, dict[str, str]]
     served_by: str = ""
+    repair: str = ""
 
     def lines(self) -> list[str]:
         """Say it in a few lines of text."""
         text = [f"{self.op}: {_HEADINGS.get(self.rule, str(self.rule))}", f"  from {self.origin}", *self._effects()]
+        if self.repair:
+            text.append(f"  a call that fails over dtypes is made again {self.repair}")
         return [*text, f"  cast by {self.served_by}"] if self.served_by else text
 
     def _effects(self) -> list[str]:
@@ -152,7 +156,16 @@ def _explain_one(policy: Policy, op: str, device: str | None) -> OpExplanation:
         for low in LOW_DTYPES:
             kind = _rule_for(rule, low)
             inputs[low] = {dtype: input_dtypes(kind, [dtype], low)[0] for dtype in _INPUTS}
-    return OpExplanation(op, rule, policy.origin(op), inputs, _served_by(policy, op, rule, device))
+    repair = _repair(policy, op, rule)
+    return OpExplanation(op, rule, policy.origin(op), inputs, _served_by(policy, op, rule, device), repair)
+
+
+def _repair(policy: Policy, op: str, rule: Rule | str | None) -> str:
+    if not policy.repairs or rule == CastPolicy.BANNED or op not in tables.repairs(policy.framework):
+        return ""
+    if vocabulary(policy.framework).traits.get(op, frozenset()) & {"out", "mutates"}:
+        return "with its inputs in the dtype of what it writes to, else in float32"
+    return "with its inputs in the widest of their dtypes, float64 included, else in float32"
 
 
 def _served_by(policy: Policy, op: str, rule: Rule | str | None, device: str | None) -> str:

@@ -38,6 +38,9 @@ class Policy:
             follow this policy), ``"device"`` (the device's own table decides), or another cast policy, which then covers
             every op that computes with tensors and returns new ones.
         framework: Whose ops the names are.
+        repairs: Whether a call that PyTorch's autocast would let down is mended: one whose mixture of dtypes, or whose
+            lower-precision dtype, the op has no kernel for, and one that would be served the stale cast of a weight. False
+            gives PyTorch's behaviour, faults and all. Calls that work there are not affected.
 
     Attributes:
         ops: A read-only mapping from canonical op name to `Rule`.
@@ -58,6 +61,7 @@ class Policy:
     ops: Mapping[str, Rule]
     default: CastPolicy | Literal["device"]
     framework: str
+    repairs: bool
     parent: Policy | None = field(repr=False)
     _hash: int = field(repr=False)
 
@@ -68,6 +72,7 @@ class Policy:
         *,
         default: str = CastPolicy.FALLTHROUGH,
         framework: str = "torch",
+        repairs: bool = True,
         parent: Policy | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
@@ -76,8 +81,11 @@ class Policy:
         if ops is not None and not isinstance(ops, Mapping):
             msg = f"a policy's ops must be a mapping from op name to rule, got {type(ops).__name__}."
             raise PolicyError(msg)
+        if not isinstance(repairs, bool):
+            msg = f"a policy's repairs must be True or False, got {repairs!r}."
+            raise PolicyError(msg)
         rules = resolve_rules(ops or {}, framework)
-        self._set(name, rules, _default(default), framework, parent)
+        self._set(name, rules, _default(default), framework, parent, repairs=repairs)
 
     def _set(
         self,
@@ -86,13 +94,16 @@ class Policy:
         default: CastPolicy | Literal["device"],
         framework: str,
         parent: Policy | None,
+        *,
+        repairs: bool,
     ) -> None:
-        content = (frozenset(rules.items()), default, framework)
+        content = (frozenset(rules.items()), default, framework, repairs)
         values: dict[str, Any] = {
             "name": name,
             "ops": MappingProxyType(dict(sorted(rules.items()))),
             "default": default,
             "framework": framework,
+            "repairs": repairs,
             "parent": parent,
             "_hash": hash(content),
         }
@@ -101,7 +112,7 @@ class Policy:
 
     @classmethod
     def from_table(cls, device: str, *, framework: str = "torch") -> Policy:
-        """Give the table that the framework itself applies on a device, as a policy.
+        """Give the table that the framework itself applies on a device, as a policy without repairs.
 
         Args:
             device: A name from `mezzo.tables.devices`, such as ``"cuda"`` or ``"reference"``.
@@ -119,7 +130,7 @@ class Policy:
         """
         policy = object.__new__(cls)
         rules: dict[str, Rule] = dict(tables.device_table(device, framework))
-        policy._set(f"{framework}/{device}", rules, CastPolicy.FALLTHROUGH, framework, None)
+        policy._set(f"{framework}/{device}", rules, CastPolicy.FALLTHROUGH, framework, None, repairs=False)
         return policy
 
     @classmethod
@@ -185,7 +196,9 @@ class Policy:
             raise PolicyError(msg)
         policy = object.__new__(type(self))
         merged = {**self.ops, **resolve_rules(rules, self.framework)}
-        policy._set(name or f"{self.name.rstrip('+')}+", merged, self.default, self.framework, self)
+        policy._set(
+            name or f"{self.name.rstrip('+')}+", merged, self.default, self.framework, self, repairs=self.repairs
+        )
         return policy
 
     def on(self, device: str) -> Policy:
@@ -209,7 +222,8 @@ class Policy:
             return self
         table = Policy.from_table(device, framework=self.framework)
         policy = object.__new__(type(self))
-        policy._set(self.name, {**table.ops, **self.ops}, CastPolicy.FALLTHROUGH, self.framework, table)
+        rules = {**table.ops, **self.ops}
+        policy._set(self.name, rules, CastPolicy.FALLTHROUGH, self.framework, table, repairs=self.repairs)
         return policy
 
     def rule(self, op: str, low_dtype: str = "bfloat16") -> CastPolicy:
@@ -266,7 +280,8 @@ class Policy:
 
         Returns:
             Canonical op name to (this policy's rule, the other's); None where a policy does not list the op. Different
-            defaults stand under ``"default"``. Empty exactly if the policies are equal.
+            defaults stand under ``"default"``, different repairs under ``"repairs"`` as ``"on"`` and ``"off"``. Empty
+            exactly if the policies are equal.
 
         Raises:
             PolicyError: ``other`` is not a policy.
@@ -280,7 +295,9 @@ class Policy:
         }
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if self.default != other.default:
-            return {**changed, "default": (self.default, other.default)}
+            changed["default"] = (self.default, other.default)
+        if self.repairs != other.repairs:
+            changed["repairs"] = (_SWITCH[self.repairs], _SWITCH[other.repairs])
         return changed
 
     def explain(self, op: str, *, device: str | None = None) -> Explanation:
@@ -318,25 +335,34 @@ class Policy:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Policy):
             return NotImplemented
-        mine = (self._hash, self.default, self.framework, self.ops)
-        return mine == (other._hash, other.default, other.framework, other.ops)
+        mine = (self._hash, self.default, self.framework, self.repairs, self.ops)
+        return mine == (other._hash, other.default, other.framework, other.repairs, other.ops)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.name, dict(self.ops), str(self.default), self.framework, self.parent)
+        return _rebuild, (self.name, dict(self.ops), str(self.default), self.framework, self.parent, self.repairs)
 
     def __repr__(self) -> str:
-        return (
-            f"Policy({self.name!r}, {len(self.ops)} ops, default={str(self.default)!r}, framework={self.framework!r})"
-        )
+        described = f"{len(self.ops)} ops, default={str(self.default)!r}, framework={self.framework!r}"
+        return f"Policy({self.name!r}, {described}{'' if self.repairs else ', repairs=False'})"
 
 
-def _rebuild(name: str, rules: dict[str, Rule], default: str, framework: str, parent: Policy | None) -> Policy:
+def _rebuild(
+    name: str,
+    rules: dict[str, Rule],
+    default: str,
+    framework: str,
+    parent: Policy | None,
+    repairs: bool = True,  # noqa: FBT001, FBT002 - pickle calls by position
+) -> Policy:
     policy = object.__new__(Policy)
-    policy._set(name, rules, _default(default), framework, parent)
+    policy._set(name, rules, _default(default), framework, parent, repairs=repairs)
     return policy
+
+
+_SWITCH = {True: "on", False: "off"}
 
 
 def _default(value: object) -> CastPolicy | Literal["device"]:

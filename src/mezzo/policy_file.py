@@ -6,6 +6,7 @@ A file looks like this; every key may be left out::
     base = "unified"          # start from a built-in policy or a device's table ("cuda"); default: from nothing
     default = "fallthrough"   # for ops that are not listed
     framework = "torch"
+    repairs = true            # mend calls that PyTorch's autocast lets down; default: that of the base, else true
 
     [ops]
     softmax = "fp32"
@@ -30,7 +31,8 @@ from .vocabulary import base_name, vocabulary
 
 __all__ = ["read_policy", "write_policy"]
 
-_KEYS = ("name", "framework", "base", "default", "ops")
+_KEYS = ("name", "framework", "base", "default", "repairs", "ops")
+_KINDS = {"ops": (dict, "a table"), "repairs": (bool, "true or false")}
 
 
 def read_policy(path: Path) -> Policy:
@@ -68,9 +70,8 @@ def _check_keys(path: Path, content: Mapping[str, Any]) -> None:
         if key not in _KEYS:
             msg = f"{path}: unknown key {key!r}; allowed are {', '.join(_KEYS)}.{near(key, _KEYS)}"
             raise PolicyFileError(msg)
-        wanted = dict if key == "ops" else str
+        wanted, kind = _KINDS.get(key, (str, "a string"))
         if not isinstance(value, wanted):
-            kind = "a table" if wanted is dict else "a string"
             msg = f"{path}: {key!r} must be {kind}, got {value!r}."
             raise PolicyFileError(msg)
 
@@ -84,12 +85,13 @@ def _build(content: Mapping[str, Any], stem: str) -> Policy:
             msg = f'{op!r} has no rule but {rule!r}; a name with a dot goes in quotes: "{op}.{next(iter(rule))}" = ...'
             raise PolicyError(msg)
     if "base" not in content:
-        return Policy(name, ops, default=content.get("default", "fallthrough"), framework=framework)
-    base = _base(content["base"], framework)
-    merged = base.override(ops, name=name)
-    if "default" not in content:
+        default, repairs = content.get("default", "fallthrough"), content.get("repairs", True)
+        return Policy(name, ops, default=default, framework=framework, repairs=repairs)
+    merged = _base(content["base"], framework).override(ops, name=name)
+    default, repairs = content.get("default", merged.default), content.get("repairs", merged.repairs)
+    if (default, repairs) == (merged.default, merged.repairs):
         return merged
-    return Policy(name, merged.ops, default=content["default"], framework=framework, parent=merged)
+    return Policy(name, merged.ops, default=default, framework=framework, repairs=repairs, parent=merged)
 
 
 def _base(name: str, framework: str) -> Policy:
@@ -114,6 +116,7 @@ def write_policy(policy: Policy, path: Path) -> None:
         f"name = {_quoted(policy.name)}",
         f"framework = {json.dumps(policy.framework)}",
         f"default = {json.dumps(str(policy.default))}",
+        f"repairs = {json.dumps(policy.repairs)}",
         "",
         "[ops]",
         *(f"{json.dumps(name)} = {_literal(rule)}" for name, rule in sorted(_grouped(policy).items())),

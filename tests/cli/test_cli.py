@@ -104,7 +104,7 @@ SPELLINGS = (
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_an_op_is_found_in_each_spelling(spelling: str) -> None:
     heading, *rest = printed("ops", spelling, "-d", "cuda").splitlines()
-    assert heading == f"{spelling} under the policy 'torch'"
+    assert heading == f"{spelling} under the policy 'default'"
     assert rest == printed("ops", "softmax", "-d", "cuda").splitlines()[1:]
     assert "aten::softmax.int: fp32_set_opt_dtype" in rest
 
@@ -183,7 +183,7 @@ def test_the_framework_may_be_named(option: str) -> None:
         ),
         (
             ("ops", "--policy", "unifed"),
-            "mezzo: 'unifed' is no built-in policy; allowed are torch, unified, fp32, ",
+            "mezzo: 'unifed' is no built-in policy; allowed are default, torch, unified, fp32, ",
         ),
         (("ops", "--framework", "jaxx"), "mezzo: mezzo has no op tables for framework 'jaxx'; allowed are "),
     ],
@@ -221,7 +221,7 @@ def test_a_file_with_a_wrong_key(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('nme = "mine"\n', encoding="utf-8")
     assert complaint("ops", "-p", str(path)) == (
-        f"mezzo: {path}: unknown key 'nme'; allowed are name, framework, base, default, ops. Did you mean 'name'?"
+        f"mezzo: {path}: unknown key 'nme'; allowed are name, framework, base, default, repairs, ops. Did you mean 'name'?"
     )
 
 

@@ -166,8 +166,8 @@ def test_an_unknown_policy_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownPolicyError) as caught:
         builtin_policy("unifed")
     assert str(caught.value) == (
-        "'unifed' is no built-in policy; allowed are torch, unified, fp32, cpu, cuda, xpu, mps, mtia, maia, reference. "
-        "Did you mean 'unified'?"
+        "'unifed' is no built-in policy; allowed are default, torch, unified, fp32, cpu, cuda, xpu, mps, mtia, maia, "
+        "reference. Did you mean 'unified'?"
     )
 
 

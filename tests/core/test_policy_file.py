@@ -89,9 +89,13 @@ def test_policy_arguments_may_be_paths(tmp_path: Path) -> None:
         (
             "nam = 'x'",
             PolicyFileError,
-            "unknown key 'nam'; allowed are name, framework, base, default, ops. Did you mean 'name'?",
+            "unknown key 'nam'; allowed are name, framework, base, default, repairs, ops. Did you mean 'name'?",
         ),
-        ("[op]\nmm = 'fp32'", PolicyFileError, "unknown key 'op'; allowed are name, framework, base, default, ops."),
+        (
+            "[op]\nmm = 'fp32'",
+            PolicyFileError,
+            "unknown key 'op'; allowed are name, framework, base, default, repairs, ops.",
+        ),
         ("ops = 'fp32'", PolicyFileError, "'ops' must be a table, got 'fp32'."),
         ("name = 3", PolicyFileError, "'name' must be a string, got 3."),
         ("[ops]\nmm = 'fp16'", PolicyFileError, "rule for 'mm': 'fp16' is not a cast policy; allowed are"),

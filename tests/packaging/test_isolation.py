@@ -92,7 +92,7 @@ import mezzo.torch
 before = snapshot()
 with mezzo.torch.autocast("cpu", policy="torch"), mezzo.torch.autocast("auto"):
     torch.ones(2, 2) @ torch.ones(2, 2)
-mezzo.torch.set_default_policy("torch")
+mezzo.torch.set_default_policy(None)
 print(json.dumps(changes(before, snapshot())))
 """
     assert run(BEFORE_AND_AFTER + code) == []
@@ -103,7 +103,7 @@ def test_another_policy_changes_what_the_guide_says_and_no_more() -> None:
     code = """
 import mezzo.torch
 before = snapshot()
-policy = mezzo.Policy("mine", {"exp": "fp32", "linear": "fp32"}, default="device")
+policy = mezzo.Policy("mine", {"exp": "fp32", "linear": "fp32"}, default="device", repairs=False)
 mezzo.torch.autocast("cpu", policy=policy)
 after = snapshot()
 new = sorted(set(after[1]["AutocastCPU"]) - set(before[1]["AutocastCPU"]))
@@ -112,6 +112,17 @@ print(json.dumps([changes(before, after), new]))
     changed, new = run(BEFORE_AND_AFTER + code)
     assert changed == ["AutocastCPU", "optimizer hooks", "torch.clear_autocast_cache"]
     assert new == ["aten::exp"]
+
+
+def test_the_default_policy_leaves_the_kernels_of_pytorchs_own_regions_alone() -> None:
+    code = """
+import mezzo.torch
+before = snapshot()
+with mezzo.torch.autocast("cpu"):
+    torch.ones(2, 2) @ torch.ones(2, 2)
+print(json.dumps(changes(before, snapshot())))
+"""
+    assert run(BEFORE_AND_AFTER + code) == ["AutocastIPU", "optimizer hooks", "torch.clear_autocast_cache"]
 
 
 def test_importing_the_adapter_asks_no_device() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from mezzo.torch import autocast, set_default_policy
+from mezzo.torch import autocast, bind, set_default_policy
 
 LOW = (torch.bfloat16, torch.float16)
 low_dtypes = pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -33,6 +35,20 @@ def gradients(region: Any, *, reentrant: bool | None, inside: bool) -> list[Tens
     if not inside:
         loss.backward()
     return [loss.detach(), x.grad, *(parameter.grad for parameter in net.parameters())]
+
+
+def bound_gradients(region: Any, checkpointed: Callable[..., Tensor] | None, *, backward: Any = None) -> list[Tensor]:
+    """Run one step in which the checkpointed function is bound to the region; ``backward`` is the region of that pass."""
+    torch.manual_seed(0)
+    first, x = nn.Linear(16, 16), torch.rand(4, 16, requires_grad=True)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Softmax(-1), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 16))
+    with region:
+        hidden = first(x)
+        output = net(hidden) if checkpointed is None else checkpointed(bind(net), hidden)
+        loss = output.float().square().sum()
+    with contextlib.nullcontext() if backward is None else backward:
+        loss.backward()
+    return [loss.detach(), x.grad, *(parameter.grad for parameter in [*first.parameters(), *net.parameters()])]
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
@@ -75,7 +91,7 @@ def test_policy_holds_in_recomputation_outside_the_region(dtype: torch.dtype, re
 def unified_by_default() -> Iterator[None]:
     set_default_policy("unified")
     yield
-    set_default_policy("torch")
+    set_default_policy(None)
 
 
 @low_dtypes
@@ -104,3 +120,77 @@ def test_region_inside_the_checkpointed_function_keeps_its_policy(dtype: torch.d
         output.float().square().sum().backward()
         found.append([output.detach(), x.grad, *(parameter.grad for parameter in net.parameters())])
     assert_same(found[0], found[1])
+
+
+# bind() carries the policy along
+
+
+def save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def twice(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Checkpoint a function that is itself checkpointed."""
+    return checkpoint(lambda y: checkpoint(function, y, use_reentrant=False), x, use_reentrant=False)
+
+
+CHECKPOINTS = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, save_products),
+    ),
+    "nested": twice,
+}
+checkpoints = pytest.mark.parametrize("checkpointed", CHECKPOINTS.values(), ids=CHECKPOINTS)
+
+
+@low_dtypes
+@checkpoints
+@pytest.mark.parametrize("policy", ["torch", "unified", "fp32"])
+def test_a_bound_function_has_its_policy_in_recomputation_outside_the_region(
+    dtype: torch.dtype, checkpointed: Callable[..., Tensor], policy: str
+) -> None:
+    got = bound_gradients(autocast("cpu", dtype=dtype, policy=policy), checkpointed)
+    assert_same(got, bound_gradients(autocast("cpu", dtype=dtype, policy=policy), None))
+
+
+@low_dtypes
+@checkpoints
+def test_a_bound_function_has_its_policy_in_recomputation_inside_a_region_of_another(
+    dtype: torch.dtype, checkpointed: Callable[..., Tensor]
+) -> None:
+    def backward() -> Any:
+        return autocast("cpu", dtype=LOW[dtype is LOW[0]], policy="fp32")
+
+    got = bound_gradients(autocast("cpu", dtype=dtype, policy="unified"), checkpointed, backward=backward())
+    assert_same(got, bound_gradients(autocast("cpu", dtype=dtype, policy="unified"), None, backward=backward()))
+
+
+@low_dtypes
+@checkpoints
+def test_a_function_bound_in_a_region_of_pytorchs_own_is_recomputed_by_its_rules(
+    dtype: torch.dtype, checkpointed: Callable[..., Tensor]
+) -> None:
+    def backward() -> Any:
+        return autocast("cpu", dtype=dtype, policy="fp32")
+
+    for around in (None, backward):
+        region = None if around is None else around()
+        got = bound_gradients(torch.autocast("cpu", dtype=dtype), checkpointed, backward=region)
+        assert_same(got, bound_gradients(torch.autocast("cpu", dtype=dtype), None, backward=region))
+
+
+@low_dtypes
+def test_a_policy_that_is_not_carried_gives_other_gradients_without_a_word(dtype: torch.dtype) -> None:
+    """What binding is for; the re-entrant variant does not notice that it computes something else."""
+    region = autocast("cpu", dtype=dtype, policy="unified")
+    got = gradients(region, reentrant=True, inside=False)
+    expected = gradients(region, reentrant=None, inside=False)
+    assert torch.equal(got[0], expected[0])
+    assert not torch.equal(got[2], expected[2])

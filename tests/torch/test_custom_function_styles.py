@@ -136,7 +136,7 @@ def test_setup_context_carries_the_state_to_backward(dtype: torch.dtype, policy:
     got = run(product(fwd(), fwd(), bwd(), seen), autocast("cpu", dtype=dtype, policy=policy))
     computed = torch.float32 if policy == "fp32" else dtype
     assert got[0].dtype is computed
-    assert seen == [(computed, True, policy or "torch")]
+    assert seen == [(computed, True, policy or "default")]
 
 
 def test_setup_context_with_cast_inputs_runs_both_passes_disabled() -> None:
@@ -144,7 +144,7 @@ def test_setup_context_with_cast_inputs_runs_both_passes_disabled() -> None:
     decorate = fwd(cast_inputs=torch.float32)
     output, left, right = run(product(decorate, decorate, bwd(), seen), autocast("cpu"))
     reference = run(product(plain, plain, plain, []), autocast("cpu", enabled=False))
-    assert seen == [(torch.float32, False, "torch")]
+    assert seen == [(torch.float32, False, "default")]
     for one, other in zip((output, left, right), reference, strict=True):
         assert torch.equal(one, other)
 
@@ -155,7 +155,7 @@ def test_setup_context_with_cast_inputs_saves_what_forward_computed_with() -> No
     decorate = fwd(cast_inputs=torch.float32)
     output, left, _ = run(product(decorate, decorate, bwd(), seen), autocast("cpu"), torch.bfloat16)
     assert output.dtype is torch.float32
-    assert seen == [(torch.float32, False, "torch")]
+    assert seen == [(torch.float32, False, "default")]
     assert left.dtype is torch.bfloat16
 
 

@@ -103,7 +103,7 @@ def test_function_with_autocastable_ops(dtype: torch.dtype, policy: str | None) 
     seen: list[Any] = []
     got = run(matmul_function(mezzo_pair, seen), autocast("cpu", dtype=dtype, policy=policy))
     computed = torch.float32 if policy == "fp32" else dtype
-    assert seen == [computed, (computed, True, policy or "torch")]
+    assert seen == [computed, (computed, True, policy or "default")]
     if policy == "fp32":
         assert_same(got, run(matmul_function(mezzo_pair), autocast("cpu", enabled=False)))
     else:
@@ -124,7 +124,7 @@ def test_function_that_needs_one_dtype(dtype: torch.dtype, target: torch.dtype) 
 def test_nothing_is_cast_outside_a_region(target: torch.dtype) -> None:
     seen: list[Any] = []
     run(matmul_function(mezzo_pair, seen, cast_inputs=target), autocast("cpu", enabled=False))
-    assert seen == [torch.float32, (torch.float32, False, "torch")]
+    assert seen == [torch.float32, (torch.float32, False, "default")]
 
 
 def test_float64_is_not_cast_in_a_region() -> None:
@@ -147,7 +147,7 @@ def test_backward_in_another_region_has_the_state_and_policy_of_forward(
     with autocast("cpu", dtype=other, policy=backward):
         loss.backward()
         assert active_policy("cpu").name == backward
-    assert seen[1] == (torch.float32 if forward == "fp32" else dtype, True, forward or "torch")
+    assert seen[1] == (torch.float32 if forward == "fp32" else dtype, True, forward or "default")
     if forward is None:
         expected = run(matmul_function(torch_pair), torch.autocast("cpu", dtype=dtype))
         assert_same([a.grad, b.grad], expected[1:])

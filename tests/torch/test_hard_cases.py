@@ -90,7 +90,7 @@ def test_the_default_policy_can_be_set_while_somebody_observes() -> None:
             with torch.autocast("cpu"):
                 assert (x @ x).softmax(-1).dtype is torch.float32
         finally:
-            set_default_policy("torch")
+            set_default_policy(None)
         with torch.autocast("cpu"):
             assert (x @ x).softmax(-1).dtype is torch.bfloat16
     assert [call.op for call in seen.calls] == ["aten::matmul", "aten::softmax.int", "aten::matmul"]

@@ -285,7 +285,7 @@ def test_default_policy_steers_the_pages_training_loop(dtype: torch.dtype) -> No
     try:
         steered = train(torch_region(dtype))
     finally:
-        mezzo.torch.set_default_policy("torch")
+        mezzo.torch.set_default_policy(None)
     assert steered[0] == expected[0]
     assert_all_equal(steered[1], expected[1])
     assert train(torch_region(dtype))[0] != expected[0]

@@ -60,7 +60,7 @@ def test_a_decorated_class_is_constructed_in_the_region(autocast, low):
             return product().dtype
 
     made = Made(torch.ones(2, 2))
-    assert isinstance(made, Made.__wrapped__)
+    assert isinstance(made, getattr(Made, "__wrapped__", Made))  # PyTorch gives back a function
     assert made.product.dtype == low
     assert made.later() == torch.float32
 

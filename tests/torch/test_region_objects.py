@@ -72,7 +72,7 @@ def test_a_region_that_cannot_be_entered_leaves_the_state_as_it_was():
     # In a thread of its own, so that what might be left does not reach other tests.
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(state_after_a_failed_entry).result(timeout=30)
-    assert found == (True, torch.float16, torch.float16, "torch")
+    assert found == (True, torch.float16, torch.float16, "default")
 
 
 def test_a_region_shows_what_it_is():

@@ -124,7 +124,7 @@ def test_in_a_region_of_pytorchs_own_a_cast_lives_as_long_as_pytorchs_would(weig
         with torch.autocast("cpu", dtype=low):
             assert not one_cast(second, multiply(weight))
     finally:
-        mezzo.torch.set_default_policy("torch")
+        mezzo.torch.set_default_policy(None)
 
 
 # Never left behind

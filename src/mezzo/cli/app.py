@@ -74,7 +74,7 @@ def ops(
     device: Annotated[str | None, typer.Option("--device", "-d", help="Show this device's table.")] = None,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A built-in policy, or the path of a .toml file.")
-    ] = "torch",
+    ] = "default",
     framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops.")] = "torch",
 ) -> None:
     """Print which op runs in which dtype, or explain one op."""

@@ -4,6 +4,7 @@ The CSV files beside this module are the data; nothing is computed here and no f
 
 * ``cpu cuda xpu mps mtia maia``: what PyTorch itself registers for that device (read off 2.13, held by a test);
 * ``reference``: the list that PyTorch's accelerator guide gives to authors of new backends;
+* ``repairs.csv``: the ops of which some call fails over dtypes, so that a policy with repairs has to look after them;
 * ``ops.csv``: every aten op with the traits a policy needs; ``aliases.csv``: Python names and the ops they reach.
 """
 
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from mezzo.decision import CastPolicy
 from mezzo.errors import DeviceError, PolicyError, near
 
-__all__ = ["device_table", "devices", "frameworks", "own_kernels", "read"]
+__all__ = ["device_table", "devices", "frameworks", "own_kernels", "promoted_first", "read", "repairs"]
 
 _DEVICES = {"torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference")}
 
@@ -130,3 +131,38 @@ def own_kernels(device: str, framework: str = "torch") -> frozenset[str]:
         ['aten::_cudnn_rnn']
     """
     return frozenset(op for op, policy in _rows(framework, device).items() if policy == "own")
+
+
+@cache
+def repairs(framework: str = "torch") -> frozenset[str]:
+    """Name the ops of which some call fails over dtypes, where a policy with repairs mends it.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        Canonical op names, as `scripts/find_repairs.py` found them on the CPU.
+
+    Example:
+        >>> "aten::index_put_" in repairs()
+        True
+    """
+    return frozenset(_repairs(framework))
+
+
+def promoted_first(framework: str = "torch") -> frozenset[str]:
+    """Name the ops of which a mixed call works and its backward pass fails, so that it is promoted beforehand.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        Canonical op names.
+    """
+    return frozenset(op for op, repair in _repairs(framework).items() if repair == "promote first")
+
+
+@cache
+def _repairs(framework: str) -> Mapping[str, str]:
+    devices(framework)
+    return MappingProxyType({row["op"]: row["repair"] for row in read(framework, "repairs")})

@@ -9,9 +9,14 @@ Example:
 
 from mezzo.torch import cpu, cuda
 from mezzo.torch.autocast import autocast, is_autocast_available
+from mezzo.torch.carrying import AutocastState, bind, capture
+from mezzo.torch.foreign import Registration, register_function
+from mezzo.torch.function_check import check_function
 from mezzo.torch.functions import custom_bwd, custom_fwd
+from mezzo.torch.keeping import keep_casts
 from mezzo.torch.observe import Observation, OpCall, observe
 from mezzo.torch.policies import active_policy, get_default_policy, set_default_policy
+from mezzo.torch.precision import Precision, clear_precision, set_precision
 
 __all__ = [
     "autocast",
@@ -21,9 +26,19 @@ __all__ = [
     "set_default_policy",
     "get_default_policy",
     "active_policy",
+    "keep_casts",
     "observe",
     "Observation",
     "OpCall",
+    "bind",
+    "capture",
+    "AutocastState",
+    "set_precision",
+    "clear_precision",
+    "Precision",
+    "register_function",
+    "Registration",
+    "check_function",
     "cpu",
     "cuda",
 ]

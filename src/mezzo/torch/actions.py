@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError, PolicyError
+from mezzo.torch.cache import is_fresh, kept_casts
 from mezzo.torch.casting import COMPUTED, Cast, Device, common_dtype
 from mezzo.torch.ops import OpSpec, find_overload
 from mezzo.vocabulary import base_name, vocabulary
 
-__all__ = ["Action", "action_for"]
+__all__ = ["Action", "action_for", "call_of"]
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -75,7 +76,7 @@ _UNAMBIGUOUS = frozenset(
 )
 
 
-def _call(spec: OpSpec) -> Callable[..., Any]:
+def call_of(spec: OpSpec) -> Callable[..., Any]:
     """Find the fastest way to call an overload.
 
     PyTorch's Python binding of an op parses arguments faster than the generic call of an overload does, the more the more
@@ -96,14 +97,47 @@ def _call(spec: OpSpec) -> Callable[..., Any]:
 
 def _casting(spec: OpSpec, cast: Cast, fixed: torch.dtype | None) -> Action:
     """Make the action that casts every tensor: to one dtype, or for None to the region's."""
-    call = _call(spec)
+    call = call_of(spec)
     if spec.leading_tensors == 2:
-        return lambda args, kwargs, low_dtype: call(*_cast_two(args, fixed or low_dtype, cast), **kwargs)
+        return _casting_two(call, cast) if fixed is None else _casting_two_to(call, cast, fixed)
     cast_all = _caster(spec, cast)
 
     def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
         cast_args, cast_kwargs = cast_all(args, kwargs, fixed or low_dtype)
         return call(*cast_args, **cast_kwargs)
+
+    return action
+
+
+def _casting_two(call: Callable[..., Any], cast_weight: Cast) -> Action:
+    """Make the action of every linear, matmul and convolution in a lower precision: two tensors, and perhaps a third.
+
+    It is the one whose speed is felt, so it looks up kept casts itself, without a call for each.
+    """
+
+    def action(args: Arguments, kwargs: Keywords, low_dtype: torch.dtype) -> Any:
+        kept = kept_casts(low_dtype)
+        new = list(args)
+        for place, value in enumerate(args[:3]):
+            # Not a tensor: one that is left out, or a number that PyTorch takes in the place of one.
+            if not isinstance(value, Tensor) or value.dtype is low_dtype:
+                continue
+            if kept is not None and (entry := kept.get(id(value))) is not None and is_fresh(entry, value):
+                new[place] = entry[3]
+            else:
+                new[place] = cast_weight(value, low_dtype)
+        return call(*new, **kwargs)
+
+    return action
+
+
+def _casting_two_to(call: Callable[..., Any], cast: Cast, target: torch.dtype) -> Action:
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
+        new = list(args)
+        for place, value in enumerate(args[:3]):
+            if isinstance(value, Tensor) and value.dtype is not target:
+                new[place] = cast(value, target)
+        return call(*new, **kwargs)
 
     return action
 
@@ -116,24 +150,13 @@ def _fp32(spec: OpSpec, device: Device) -> Action:
     return _casting(spec, device.cast, torch.float32)
 
 
-def _cast_two(args: Arguments, target: torch.dtype, cast: Cast) -> list[Any]:
-    """Cast the two leading tensors and a third one, if there is one: every linear, matmul and convolution."""
-    new = list(args)
-    for place in (0, 1, 2)[: len(new)]:
-        value = new[place]
-        # Not a tensor: one that is left out, or a number that PyTorch takes in the place of one.
-        if isinstance(value, Tensor) and value.dtype is not target:
-            new[place] = cast(value, target)
-    return new
-
-
 def _only_tensors_are_cast(spec: OpSpec) -> bool:
     """Say whether every tensor argument is a positional tensor that may be cast, so that no list of places is needed."""
     return not (spec.tensor_lists or spec.keyword_tensors or spec.uncast)
 
 
 def _promote(spec: OpSpec, device: Device) -> Action:
-    call = _call(spec)
+    call = call_of(spec)
     cast_all = _caster(spec, device.cast)
     eligible = device.eligible
     places = [index for index, _ in (*spec.tensors, *spec.tensor_lists)]
@@ -155,7 +178,7 @@ def _promote(spec: OpSpec, device: Device) -> Action:
 
 
 def _fp32_set_opt_dtype(spec: OpSpec, device: Device) -> Action:
-    call = _call(spec)
+    call = call_of(spec)
     eligible = device.eligible
     place = spec.dtype
     if place is None:
@@ -184,6 +207,7 @@ def _fp32_append_dtype(spec: OpSpec, device: Device) -> Action:
 
     def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         # Defaults have been left out of the call that came; the other overload has none.
+        kwargs = dict(kwargs)
         whole = [*args, *(kwargs.pop(name, default) for name, default in _rest(len(args)))]
         dtype = torch.float32 if eligible(args[0]) else args[0].dtype
         return typed(*whole, **kwargs, dtype=dtype)
@@ -197,7 +221,7 @@ def _fp32_append_dtype(spec: OpSpec, device: Device) -> Action:
 
 
 def _fallthrough(spec: OpSpec) -> Action:
-    call = _call(spec)
+    call = call_of(spec)
 
     def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         return call(*args, **kwargs)
@@ -237,9 +261,8 @@ def _caster(spec: OpSpec, cast: Cast) -> Caster:
 
     def cast_chosen(args: Arguments, kwargs: Keywords, target: torch.dtype) -> tuple[Sequence[Any], Keywords]:
         new = [cast_value(value, target) if place in places else value for place, value in enumerate(args)]
-        for name in spec.keyword_tensors:
-            if isinstance(value := kwargs.get(name), Tensor):
-                kwargs[name] = cast(value, target)
-        return new, kwargs
+        # A new mapping: the one that came is needed again if the call fails and is repaired.
+        changed = {name: cast_value(kwargs.get(name), target) for name in spec.keyword_tensors if name in kwargs}
+        return new, {**kwargs, **changed}
 
     return cast_chosen

@@ -4,15 +4,15 @@ PyTorch's own state (enabled, dtype, cache flag, nesting) says whether and how l
 table. A region sets it for its thread and restores it; outside a region of mezzo's the process-wide default rules, which is
 how `mezzo.torch.set_default_policy` steers plain ``torch.autocast`` regions.
 
-What a region sets is also kept in PyTorch's own thread state, which autograd carries into the threads that run a backward
-pass: there the region's policy rules as its enabled flag does.
+What a region sets is also written into PyTorch's own thread state, as a token (`mezzo.torch.tokens`), and autograd carries
+that into the threads that run a backward pass: there the region's policy rules as its enabled flag does.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 
 import torch
@@ -20,27 +20,35 @@ import torch
 from mezzo.builtin import builtin_policy
 from mezzo.policy import Policy
 from mezzo.torch.plans import Plan
+from mezzo.torch.tokens import IN_GRAPH, THREAD, Move, Scope, Step, active_on, clear, read, step_to
 
-__all__ = ["Active", "Slot", "slot_for"]
+__all__ = ["NOTHING", "Active", "Found", "Slot", "slot_for"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Active:
     """A policy in force on a device.
 
     Attributes:
         policy: The policy.
         plan: What mezzo serves under it; None where PyTorch's own kernels do all that it says.
+        steps: By the scope that an entry finds: what it does to the thread's token.
     """
 
     policy: Policy
     plan: Plan | None
+    steps: dict[Scope, Step] = field(default_factory=dict, repr=False)
 
 
-# PyTorch 2.11 can put an object into its thread state but not take it out again; there a policy is not carried.
+Found = tuple[Active | None, Scope, tuple[Move, ...]]
+"""What an entry finds: the policy in force and the thread's scope; and the calls that take the token back there."""
+
+
+# PyTorch 2.11 can put an object into its thread state but not take it out again; there only tokens are carried.
 _CARRIES = hasattr(torch._C, "_remove_obj_from_tls")
 _MAIN_THREAD = threading.main_thread().ident
-_NOTHING = Active(builtin_policy("torch"), None)
+NOTHING = Active(builtin_policy("torch"), None)
+"""What rules a plain region as long as nothing has been set: PyTorch itself."""
 
 
 class Slot(threading.local):
@@ -61,18 +69,25 @@ class Slot(threading.local):
     key: str = ""
     active: Active | None = None
     outer: Active | None = None
-    default: Active = _NOTHING
+    default: Active = NOTHING
     observer: Callable[[Policy], Plan] | None = None
 
     def current(self) -> Active:
         """Give what rules this thread.
 
         That is its region's policy, else that of the thread whose backward pass it runs, else the process-wide default.
+        Where a region is open inside of a graph, that is traced or run, it is that region's.
         """
         active = self.active
+        if IN_GRAPH:
+            traced = active_on(self.device_type)
+            if traced is not None and (active is None or active.policy != traced.policy):
+                return self._observed(traced)
         if active is not None:
             return active
-        active = self._carried() or self.default
+        return self._observed(self._carried() or self.default)
+
+    def _observed(self, active: Active) -> Active:
         if _observers and self.observer is not None:
             return Active(active.policy, self.observer(active.policy))
         return active
@@ -85,10 +100,14 @@ class Slot(threading.local):
         self.observer = observer
 
     def _carried(self) -> Active | None:
-        """Give what PyTorch's thread state holds; in a thread of autograd's, what the caller of ``backward`` had set."""
-        return torch._C._get_obj_in_tls(self.key) if torch._C._is_key_in_tls(self.key) else None
+        """Give what the thread whose backward pass this one runs has in force; None in any other thread."""
+        if get_ident() == _MAIN_THREAD:
+            return None
+        if _in_state and torch._C._is_key_in_tls(self.key):
+            return torch._C._get_obj_in_tls(self.key)  # type: ignore[no-any-return]
+        return active_on(self.device_type)
 
-    def enter(self, active: Active) -> Active | None:
+    def enter(self, active: Active) -> Found:
         """Put a policy in force in this thread.
 
         Args:
@@ -97,26 +116,52 @@ class Slot(threading.local):
         Returns:
             What was in force, for `leave`.
         """
-        before = self.active
+        before, thread = self.active, THREAD
+        known = scope = thread.scope
         if before is None and get_ident() != _MAIN_THREAD:
             # Autograd never carries anything into the main thread, so that one need not ask.
-            self.outer = self._carried()
+            self.outer, scope = self._carried(), read()
+        elif IN_GRAPH:
+            scope = read()
+        step = active.steps.get(scope)
+        if step is None or active is NOTHING:  # that one is not of one device
+            step = step_to(scope, self.device_type, active)
+        thread.scope, moves, back = step
+        for function, device, value in moves:
+            function(device, value)
         if _observers and self.observer is not None:
             active = Active(active.policy, self.observer(active.policy))
         self.active = active
-        if _CARRIES:
-            torch._C._stash_obj_in_tls(self.key, active)
-        return before
+        if _in_state or _observers or not step[0].has_own:
+            self._keep_in_state(active)
+        return before, known, back
 
-    def leave(self, before: Active | None) -> None:
-        """Undo `enter`."""
+    def leave(self, found: Found | None) -> None:
+        """Undo `enter`.
+
+        Args:
+            found: What it gave; None to have nothing in force, whatever was.
+        """
+        if found is None:
+            before = None
+            clear()
+        else:
+            before, THREAD.scope, back = found
+            for function, device, value in back:
+                function(device, value)
         self.active = before
+        if _in_state:
+            self._keep_in_state(self.outer if before is None else before)
+
+    def _keep_in_state(self, active: Active | None) -> None:
+        """Keep in PyTorch's thread state what no token says: an observer's plan, a policy that came too late for one."""
+        global _in_state  # noqa: PLW0603 - saves every region a look at its thread's state
         if not _CARRIES:
             return
-        carried = self.outer if before is None else before
-        if carried is not None:
-            torch._C._stash_obj_in_tls(self.key, carried)
-        else:
+        _in_state = True
+        if active is not None:
+            torch._C._stash_obj_in_tls(self.key, active)
+        elif torch._C._is_key_in_tls(self.key):
             # Not left behind as None: a thread that ends with a Python object in PyTorch's state needs the GIL to drop it,
             # and takes the process down with it if the interpreter is on its way out by then.
             torch._C._remove_obj_from_tls(self.key)
@@ -125,6 +170,7 @@ class Slot(threading.local):
 _slots: dict[str, Slot] = {}
 _lock = threading.Lock()
 _observers = 0  # in all threads
+_in_state = False  # whether anything has been kept in PyTorch's thread state
 
 
 def slot_for(device_type: str) -> Slot:

@@ -7,35 +7,47 @@ recursive function or from several threads.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.compiler import is_dynamo_compiling
 
 from mezzo.builtin import PolicyLike
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
-from mezzo.torch.active import Active, slot_for
-from mezzo.torch.eager import runs_eagerly
-from mezzo.torch.policies import active_for, follow_default
+from mezzo.torch.active import Active, Found, slot_for
+from mezzo.torch.cache import forget_native_casts, keeping
+from mezzo.torch.decorating import decorate
+from mezzo.torch.eager import not_compiled_alone
+from mezzo.torch.graphs import enter_in_graph, leave_in_graph
+from mezzo.torch.policies import active_for, follow_default, region_default
 
 __all__ = ["autocast", "is_autocast_available"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound="Callable[..., Any] | classmethod[Any, Any, Any]")
 
-_Entry = tuple[bool, bool, torch.dtype, "Active | None"]
+_Entry = tuple[bool, bool, torch.dtype, Found]
 """What one entry of a region found: cache flag, enabled flag, dtype and policy."""
+
+_OF_THE_PROCESS = frozenset({"_slot", "_active", "_entries", "_traced"})
+"""Attributes that a copy of a region finds or makes anew."""
 
 _NOT_ENTERED = (
     "autocast.__exit__() was called in a thread that has not entered this region; use it in a `with` statement, or call "
     "__enter__() and __exit__() in pairs in one thread."
 )
+
+# A look-up each saved; entering a region is to cost no more than it must.
+_dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_is_cache_enabled, _set_cache_enabled = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+_increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_is_function_mode_on = torch._C._is_torch_function_mode_enabled
 
 _LOW = (torch.bfloat16, torch.float16)
 # Device types for which PyTorch's constructor checks nothing but the dtype, so that need not be asked each time.
@@ -74,10 +86,10 @@ class autocast:  # noqa: N801 - PyTorch's name
             bfloat16 on CPU), read when the instance is made; with ``"auto"`` each device's own.
         enabled: False makes a region in which nothing is cast.
         cache_enabled: Whether the casts of weights are kept for the length of the region; by default as it is now.
-        policy: Which op runs in which dtype: ``"torch"`` (the device's own table, exactly), ``"unified"`` (one table for all
-            devices), ``"fp32"`` (every listed op in float32), a `mezzo.Policy`, or the path of a TOML file. Without it the
-            region takes the policy in force: that of the region around it, else the process-wide default
-            (`mezzo.torch.set_default_policy`).
+        policy: Which op runs in which dtype: ``"default"`` (the device's own table, and repairs), ``"torch"`` (that table
+            and nothing else), ``"unified"`` (one table for all devices), ``"fp32"`` (every listed op in float32), a
+            `mezzo.Policy`, or the path of a TOML file. Without it the region takes the policy of the region around it, else
+            the process-wide default: ``"default"``, unless `mezzo.torch.set_default_policy` has set another.
 
     Raises:
         ValueError: ``device_type`` is not a string.
@@ -106,8 +118,9 @@ class autocast:  # noqa: N801 - PyTorch's name
     """
 
     _inner: autocast | None = None
+    _asked: tuple[Any, ...] | None = None
 
-    @runs_eagerly
+    @not_compiled_alone
     def __init__(
         self,
         device_type: str,
@@ -117,6 +130,10 @@ class autocast:  # noqa: N801 - PyTorch's name
         *,
         policy: PolicyLike | None = None,
     ) -> None:
+        self._traced: list[Any] = []
+        if is_dynamo_compiling():
+            self._asked = (device_type, dtype, enabled, cache_enabled, policy)
+            return
         if not isinstance(device_type, str):
             msg = f"Expected `device_type` of type `str`, got: `{type(device_type)}`"
             raise ValueError(msg)  # PyTorch's own error for this
@@ -145,35 +162,47 @@ class autocast:  # noqa: N801 - PyTorch's name
         else:
             self._active = active_for(policy, plain_type)
 
-    @runs_eagerly
+    @not_compiled_alone
     def __enter__(self) -> autocast:
         """Set the region's state in this thread."""
-        device = self.device
-        if torch._C._is_torch_function_mode_enabled():
+        if is_dynamo_compiling():
+            enter_in_graph(self)
+            return self
+        device, fast_dtype = self.device, self.fast_dtype
+        if _is_function_mode_on():
             self._show_to_export()
-        dtype = torch.get_autocast_dtype(device)
+        dtype = _dtype_of(device)
         # First, for it is the one call that can fail: on something that is no dtype, of which the constructor only warns.
-        torch.set_autocast_dtype(device, self.fast_dtype)
-        cache_enabled, enabled = torch.is_autocast_cache_enabled(), torch.is_autocast_enabled(device)
-        before = self._slot.enter(self._active) if self._active is not None else None
+        if dtype is not fast_dtype:
+            _set_dtype(device, fast_dtype)
+        cache_enabled, enabled = _is_cache_enabled(), _is_enabled(device)
+        before = self._slot.enter(self._active or region_default(self._slot))
+        found = (cache_enabled, enabled, dtype, before)
         thread = get_ident()
-        if thread not in self._entries:
-            self._entries[thread] = []
-        self._entries[thread].append((cache_enabled, enabled, dtype, before))
-        torch.set_autocast_enabled(device, self._enabled)
-        torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(self._cache_enabled)
+        if thread in self._entries:
+            self._entries[thread].append(found)
+        else:
+            self._entries[thread] = [found]
+        _set_enabled(device, self._enabled)
+        if _increment() > 1 and not before[1].is_watched and not keeping.depth:
+            # The plain region around may have had weights cast, of which nothing is written down.
+            forget_native_casts()
+        if cache_enabled is not self._cache_enabled:
+            _set_cache_enabled(self._cache_enabled)
         if self._inner is not None:
             self._inner.__enter__()
         return self
 
-    @runs_eagerly
+    @not_compiled_alone
     def __exit__(self, *exc_info: object) -> Literal[False]:
         """Restore what this thread's last entry found; exceptions go on.
 
         Raises:
             RegionError: This thread has not entered the region.
         """
+        if is_dynamo_compiling():
+            leave_in_graph(self)
+            return False
         entries = self._entries.get(get_ident())
         if not entries:
             raise RegionError(_NOT_ENTERED)
@@ -181,44 +210,75 @@ class autocast:  # noqa: N801 - PyTorch's name
         if self._inner is not None:
             self._inner.__exit__(*exc_info)
         # As PyTorch's regions do: the casts of weights go when a thread leaves its outermost region.
-        if torch.autocast_decrement_nesting() == 0:
+        if _decrement() == 0:
             torch.clear_autocast_cache()
         device = self.device
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(cache_enabled)
-        if self._active is not None:
-            self._slot.leave(before)
-        if torch._C._is_torch_function_mode_enabled():  # under torch.export
+        _set_enabled(device, enabled)
+        # Always, for what is open inside may have changed them and not put them back.
+        _set_dtype(device, dtype)
+        _set_cache_enabled(cache_enabled)
+        self._slot.leave(before)
+        if _is_function_mode_on():  # under torch.export
             for mode in _export_modes():
                 mode.__torch_function__(_exit_autocast, (), ())
         return False
 
+    def parts(self) -> list[autocast]:
+        """Give the regions of single devices that make up this one."""
+        return [self] if self._inner is None else [self, self._inner]
+
     def _show_to_export(self) -> None:
         # torch.export records regions by seeing their entry and exit; no other mode is to know of them.
         for mode in _export_modes():
-            if self._active is not None and self._active.plan is not None:
-                msg = (
-                    f"torch.export records a region as PyTorch's own, without its policy {self._active.policy.name!r}; "
-                    "export inside the region instead, or give the region no policy."
-                )
-                raise RegionError(msg)
+            self.check_export()
             arguments = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             mode.__torch_function__(_enter_autocast, (), arguments)
 
-    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function so that each call runs in the region.
-
-        Args:
-            func: A function, a method, or a class (its construction then runs in the region).
-
-        Returns:
-            A function; ``functools.wraps`` is applied.
+    def check_export(self) -> None:
+        """Raise if an exported program, which knows PyTorch's own regions alone, would compute other numbers in this one.
 
         Raises:
-            TypeError: ``func`` cannot be called.
+            RegionError: The policy changes rules. Repairs change no number of what works without them.
         """
-        if not callable(func):
+        plan = None if self._active is None else self._active.plan
+        if self._active is not None and plan is not None and (plan.bfloat16 or plan.float16):
+            msg = (
+                f"torch.export records a region as PyTorch's own, without its policy {self._active.policy.name!r}; give the "
+                "region no policy, or export inside of it, and call run_decompositions() on the program there to have the "
+                "casts in it."
+            )
+            raise RegionError(msg)
+
+    def __call__(self, func: F) -> F:
+        """Decorate a function, a method or a class.
+
+        Args:
+            func: Decides what runs in the region.
+
+                * A function or another callable: each call.
+                * A generator function, an asynchronous one, a coroutine function: each step of what it makes, and nothing
+                  that runs between them: not the loop that consumes it, not another task.
+                * A ``staticmethod`` or ``classmethod`` object: as the function in it.
+                * A `torch.nn.Module` class: its ``forward``. Any other class: its construction. The class stays a class, and
+                  what a subclass puts in the place of these methods is not decorated.
+
+        Returns:
+            For a class the same class; else what came, wrapped, of the same kind; ``functools.wraps`` is applied.
+
+        Raises:
+            TypeError: ``func`` cannot be called, or is a class that cannot be decorated.
+
+        Example:
+            >>> import torch
+            >>> from mezzo.torch import autocast
+            >>> @autocast("cpu", dtype=torch.bfloat16)
+            ... class Square(torch.nn.Module):
+            ...     def forward(self, x):
+            ...         return x @ x
+            >>> Square()(torch.ones(2, 2)).dtype
+            torch.bfloat16
+        """
+        if not callable(func) and not isinstance(func, classmethod):
             msg = (
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. "
                 f"Did you mean to use autocast as a context manager? For example:\n"
@@ -226,7 +286,7 @@ class autocast:  # noqa: N801 - PyTorch's name
                 f"        output = model(input)"
             )
             raise TypeError(msg)
-        return _decorate(self, func)
+        return cast("F", decorate(self, func))
 
     @property
     def policy(self) -> Policy | None:
@@ -235,7 +295,7 @@ class autocast:  # noqa: N801 - PyTorch's name
 
     def __getstate__(self) -> dict[str, Any]:
         """Give what a copy or a pickle needs: the arguments, not what open entries have found."""
-        kept = {name: value for name, value in vars(self).items() if name not in {"_slot", "_active", "_entries"}}
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
         return {**kept, "policy": self.policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,21 +304,11 @@ class autocast:  # noqa: N801 - PyTorch's name
         self.__dict__.update(state)
         self._set_policy(policy)
         self._entries = {}
+        self._traced = []
 
     def __repr__(self) -> str:
         policy = "" if self.policy is None else f", policy={self.policy.name!r}"
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}{policy})"
-
-
-def _decorate(region: autocast, func: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(func)
-    def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
-        with region:
-            return func(*args, **kwargs)
-
-    # TorchScript reads this attribute and shows its text.
-    decorated.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
-    return decorated
 
 
 def _ask_torch(device: str, dtype: torch.dtype | None, enabled: bool) -> tuple[bool, torch.dtype]:

@@ -1,13 +1,13 @@
-"""The casts of weights that mezzo's own kernels have made.
+"""The casts of weights that mezzo's kernels have made.
 
-PyTorch keeps such a cache for its own kernels. It ignores changes of the weight and the dtype of the cast, and is shared by
-all threads. This one belongs to a thread and returns a cast only if the weight is what it was: same version counter, same
-storage, same dtype.
+PyTorch keeps such a cache for its own kernels. It ignores changes of the weight and the dtype of the cast, never holds a
+frozen weight, and is shared by all threads. This one belongs to a thread and returns a cast only if the weight is what it
+was: same version counter, same storage, same dtype.
 
 Its casts live as long as PyTorch's would: until the thread leaves its outermost region, be it mezzo's or
 ``torch.autocast``, or calls ``torch.clear_autocast_cache``. That function is what both kinds of region call then, and
 PyTorch offers no other way to hear of it; so it is wrapped, once, when mezzo registers its first kernel. Nothing else of
-PyTorch is touched.
+PyTorch is touched. `mezzo.torch.keep_casts` lets them live longer.
 
 Two kinds of write leave no trace on the weight: ``p.data.add_()`` and the fused steps of some optimizers. So that the
 second is seen inside a region too, every optimizer step empties the cache, through PyTorch's global post-step hook.
@@ -16,6 +16,7 @@ second is seen inside a region too, every optimizer step empties the cache, thro
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,18 +27,58 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.torch.eager import runs_eagerly
 
-__all__ = ["caster_of_weights", "casts_of_thread", "is_cached", "keep_in_step"]
+__all__ = [
+    "Entry",
+    "at_region_end",
+    "cast_weight_with",
+    "casts_of_thread",
+    "epoch",
+    "forget_native_casts",
+    "is_cached",
+    "keep_in_step",
+    "keeping",
+    "kept_casts",
+]
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
 
-_Entry = tuple[Tensor, int, int, Tensor, int]
-"""The weight, its version and its address when it was cast, the cast and its version. Its graph holds the weight anyway."""
+Entry = tuple[Tensor, int, int, Tensor, int, bool]
+"""The weight, its version and address when it was cast, the cast and its version, and whether it required gradients.
+
+The weight is held so that its identity is not given to another tensor.
+"""
 
 
-class _Casts(dict[int, _Entry]):
-    """Casts to one dtype by the weight's identity; a class of its own so that it can be held weakly."""
+class _Casts(dict[int, Entry]):
+    """Casts to one dtype by the weight's identity.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        sweep_at: The number of entries at which those of weights that nobody else holds are dropped; twice as many as
+            were alive the last time. So the memory is bounded by that of the weights in use.
+    """
+
+    __slots__ = ("__weakref__", "sweep_at")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sweep_at = _SMALL
+
+    def add(self, entry: Entry) -> None:
+        self[id(entry[0])] = entry
+        if len(self) >= self.sweep_at:
+            for key in [key for key, kept in list(self.items()) if _is_forgotten(kept)]:
+                del self[key]
+            self.sweep_at = max(_SMALL, 2 * len(self))
+
+
+_SMALL = 64
+
+
+def _is_forgotten(entry: Entry) -> bool:
+    # Held by the entry, by the call, and by the weight's own C++ part if that is held by others, such as the cast's graph.
+    weight = entry[0]
+    shared = int(weight._use_count() > 1)  # type: ignore[attr-defined]
+    return sys.getrefcount(weight) <= 3 + shared
 
 
 class _Thread(threading.local):
@@ -55,6 +96,31 @@ class _Thread(threading.local):
         _of_all_threads[:] = [*alive, *map(weakref.ref, self.casts.values())]
 
 
+class _Epoch:
+    """Counts how often PyTorch's own cache, one for all threads, has been emptied.
+
+    Attributes:
+        now: The count.
+    """
+
+    now = 0
+
+
+class _Keeping(threading.local):
+    """Says whether casts live across regions in a thread.
+
+    Attributes:
+        depth: How many `mezzo.torch.keep_casts` are open.
+    """
+
+    depth = 0
+
+
+at_region_end: list[Callable[[], None]] = []
+"""What is called when a thread leaves its outermost region, and whenever ``torch.clear_autocast_cache`` is."""
+
+epoch = _Epoch()
+keeping = _Keeping()
 _lock = threading.Lock()
 _of_all_threads: list[weakref.ref[_Casts]] = []
 _thread = _Thread()
@@ -71,12 +137,29 @@ def casts_of_thread() -> list[Tensor]:
     return [entry[3] for casts in _thread.casts.values() for entry in casts.values()]
 
 
-def caster_of_weights(cast: Cast) -> Cast:
+def kept_casts(target: torch.dtype) -> dict[int, Entry] | None:
+    """Give the calling thread's casts to a dtype, if kept casts may be used now.
+
+    They may not with the cache switched off, nor while calls are traced or looked at from below: there a cast from outside
+    would be a constant, or a call that is missing when checkpointing runs the same code again.
+
+    Args:
+        target: The dtype.
+
+    Returns:
+        The entries by the identity of the weight; None if each cast has to be made anew.
+    """
+    if _enabled() and not _modes() and _tracing() is None:
+        return _thread.casts.get(target)
+    return None
+
+
+def cast_weight_with(cast: Cast) -> Cast:
     """Make a cast that is made once for a weight, as long as it stays what it is.
 
-    Kept are casts of float32 leaves that require gradients. A new cast is made, and none kept, where one could outlive its
-    truth: with the cache switched off, in inference mode, for views, and for tensors that stand for others while code is
-    traced or transformed.
+    Kept are casts of float32 leaves that require gradients, as PyTorch does, and of frozen `torch.nn.Parameter`. A new cast
+    is made, and none kept, where one could outlive its truth: with the cache switched off, for views, for tensors made in
+    inference mode, and for tensors that stand for others while code is traced or transformed.
 
     Args:
         cast: Casts a tensor if it is eligible, else returns it as it came.
@@ -87,51 +170,53 @@ def caster_of_weights(cast: Cast) -> Cast:
     """
 
     def cast_weight(tensor: Tensor, target: torch.dtype) -> Tensor:
-        # The order is for speed: a hit is what matters, and an entry is only there for what may be kept.
-        casts = _thread.casts.get(target)
+        casts = kept_casts(target)
         if casts is None:
             return cast(tensor, target)
         entry = casts.get(id(tensor))
-        if entry is None:
-            return keep(tensor, target, casts) if tensor.requires_grad else cast(tensor, target)
-        _, version, pointer, kept, kept_version = entry
-        if (
-            version == tensor._version
-            and kept_version == kept._version
-            and pointer == tensor.data_ptr()
-            and tensor.requires_grad
-            and _enabled()
-            and not _modes()
-            and _tracing() is None
-        ):
-            return kept
-        return keep(tensor, target, casts)
-
-    def keep(tensor: Tensor, target: torch.dtype, casts: _Casts) -> Tensor:
-        if not tensor.is_leaf or not _enabled() or not _keepable(tensor):
+        if entry is not None and is_fresh(entry, tensor):
+            return entry[3]
+        if not _keepable(tensor):
             return cast(tensor, target)
-        with torch.enable_grad():
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = cast(tensor, target)
+        else:
+            # Neither a cast without a graph nor an inference tensor may be handed to a training forward later.
+            with torch.inference_mode(False), torch.enable_grad():
+                made = cast(tensor, target)
         if made is not tensor:
-            casts[id(tensor)] = (tensor, tensor._version, tensor.data_ptr(), made, made._version)
+            _keep(tensor, target, made)
         return made
 
     return cast_weight
+
+
+def is_fresh(entry: Entry, weight: Tensor) -> bool:
+    """Say whether a kept cast still is what a cast made now would be."""
+    return (
+        entry[1] == weight._version
+        and entry[2] == weight.data_ptr()
+        and entry[4] == entry[3]._version
+        and entry[5] is weight.requires_grad
+    )
+
+
+def _keep(weight: Tensor, target: torch.dtype, made: Tensor) -> None:
+    entry = (weight, weight._version, weight.data_ptr(), made, made._version, weight.requires_grad)
+    _thread.casts[target].add(entry)
 
 
 def _keepable(weight: Tensor) -> bool:
     # A fake, functional or batched tensor stands for another one; only a plain tensor or Parameter is what it seems.
     kind = type(weight)
     return (
-        (kind is torch.nn.Parameter or kind is Tensor)
+        (kind is torch.nn.Parameter or (kind is Tensor and weight.requires_grad))
+        and weight.is_leaf
         and weight.dtype is torch.float32
         and weight.layout is torch.strided
-        and not torch.is_inference_mode_enabled()
         and not weight.is_inference()
         and not weight._is_view()
-        and not _modes()
-        and _tracing() is None
-        and not torch._C._functorch.is_functorch_wrapped_tensor(weight)
+        and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._is_functional_tensor(weight)
         and not torch.compiler.is_compiling()
     )
@@ -139,10 +224,8 @@ def _keepable(weight: Tensor) -> bool:
 
 def is_cached(weight: Tensor, target: torch.dtype) -> bool:
     """Say whether the next cast of a weight in this thread would be one that was made before."""
-    entry = _thread.casts.get(target, _Casts()).get(id(weight))
-    if entry is None or not _enabled():
-        return False
-    return entry[1] == weight._version and entry[2] == weight.data_ptr()
+    entry = (kept_casts(target) or {}).get(id(weight))
+    return entry is not None and is_fresh(entry, weight)
 
 
 def keep_in_step() -> None:
@@ -153,19 +236,34 @@ def keep_in_step() -> None:
     _in_step = True
     register_optimizer_step_post_hook(_after_step)
     original = torch.clear_autocast_cache
+    _clear_native.append(original)
 
     @functools.wraps(original)
     @runs_eagerly
     def clear_autocast_cache() -> None:
+        for call in at_region_end:
+            call()
         for casts in _thread.all_casts:
             if casts:
                 casts.clear()
+        epoch.now += 1
         original()
 
     torch.clear_autocast_cache = clear_autocast_cache
 
 
+_clear_native: list[Callable[[], None]] = []
+
+
+def forget_native_casts() -> None:
+    """Empty PyTorch's own cache."""
+    epoch.now += 1
+    for clear in _clear_native:
+        clear()
+
+
 def _after_step(*_: object) -> None:
+    forget_native_casts()
     for reference in _of_all_threads:
         casts = reference()
         if casts is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Set
 import torch
 from torch import Tensor
 
-from mezzo.torch.cache import Cast, caster_of_weights
+from mezzo.torch.cache import Cast, cast_weight_with
 
 __all__ = ["Cast", "Device", "common_dtype", "device_for", "dtype_name"]
 
@@ -72,7 +72,7 @@ def _casts_on(device_type: str) -> tuple[Cast, Cast, Callable[[object], bool]]:
         convert = _CASTS.get(target)
         return convert(tensor) if convert else tensor.to(target)
 
-    return cast, caster_of_weights(cast), eligible
+    return cast, cast_weight_with(cast), eligible
 
 
 _DEVICES: dict[str, Device] = {}

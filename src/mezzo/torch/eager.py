@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["runs_eagerly"]
+__all__ = ["not_compiled_alone", "runs_eagerly"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,9 +26,22 @@ def runs_eagerly(function: F) -> F:
         The same function.
     """
     # Dynamo's own decorator does this too, and imports all of Dynamo.
+    not_compiled_alone(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "mezzo changes PyTorch's autocast state here"  # type: ignore[attr-defined]
+    return function
+
+
+def not_compiled_alone(function: F) -> F:
+    """Have Dynamo trace a function where it is called by code that is traced, and leave it as it is elsewhere.
+
+    Args:
+        function: A Python function.
+
+    Returns:
+        The same function.
+    """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, skip)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "mezzo changes PyTorch's autocast state here"  # type: ignore[attr-defined]
     return function

@@ -7,6 +7,8 @@ way PyTorch's accelerator guide does it in C++. At every call it asks the thread
 * it is not, and PyTorch lists it: the action for PyTorch's own rule does the same;
 * it is not, and PyTorch does not list it: the op goes on past the key, with autocast still on for the ops inside it.
 
+If that raises over dtypes and the plan has a repair for the op, the repair (`mezzo.torch.repairs`) makes the call again.
+
 Kernels are registered when a policy that needs them is first used, once per process, and stay: a thread may be running one.
 """
 
@@ -16,23 +18,31 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from mezzo.torch.actions import action_for
+from mezzo import tables
+from mezzo.decision import CastPolicy
+from mezzo.torch.actions import Action, action_for, call_of
 from mezzo.torch.active import Active, slot_for
 from mezzo.torch.cache import keep_in_step
 from mezzo.torch.casting import Device, device_for
 from mezzo.torch.eager import runs_eagerly
-from mezzo.torch.ops import OpSpec, autocast_key_name, op_spec
-from mezzo.torch.plans import Plan, Served, build_plan, native_rules
+from mezzo.torch.ops import NUMBERS, OpSpec, autocast_key_name, op_spec, with_tensors
+from mezzo.torch.plans import FUSED_LAYER, Plan, Served, build_plan, native_rules
+from mezzo.torch.probing import Repairer, probe_while_tracing
+from mezzo.torch.repairs import DTYPE_ERRORS, Repair, Run
+from mezzo.torch.switch import KEY, KEY_NAME
+from mezzo.torch.tokens import IN_GRAPH
+from mezzo.torch.watching import make_watching_kernel, repair_of_watched
 
 __all__ = ["installed_kernels", "install", "serve_all"]
 
 _lock = threading.Lock()
-_NUMBERS = frozenset((bool, int, float, complex))
 _installed: dict[tuple[str, str], Callable[..., Any]] = {}
+_watched: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -43,10 +53,30 @@ def install(plan: Plan) -> None:
         plan: The plan; nothing happens for an empty one.
     """
     missing = [op for op in plan.ops if (plan.device, op) not in _installed]
-    if missing:
+    unwatched = plan.watched - _watched
+    if missing or unwatched:
         with _lock:
             keep_in_step()
             _register(missing, device_for(plan.device))
+            _watch(unwatched)
+
+
+def _watch(ops: Iterable[str]) -> None:
+    for op in ops:
+        spec = op_spec(op)
+        if spec is None or op in _watched:
+            continue
+        # One kernel for all devices, whose tables differ.
+        lower_on = frozenset(
+            device for device in tables.devices() if native_rules(device).get(op) is CastPolicy.LOWER_PRECISION_FP
+        )
+        call = call_of(spec)
+        kernel, with_keyset = make_watching_kernel(spec, call, lower_on)
+        namespace, _, name = op.partition("::")
+        _library(namespace).impl(name, kernel, KEY_NAME, with_keyset=with_keyset)
+        if op != FUSED_LAYER:
+            probe_while_tracing(spec, KEY, partial(repair_of_watched, spec, call))
+        _watched.add(op)
 
 
 def installed_kernels(device_type: str) -> frozenset[str]:
@@ -68,6 +98,7 @@ def _register(ops: Iterable[str], device: Device) -> None:
             _library(namespace).impl(
                 name, kernel, autocast_key_name(device.type), with_keyset=True, allow_override=True
             )
+            probe_while_tracing(spec, device.key, _repairer(spec, device))
             _installed[device.type, op] = kernel
 
 
@@ -91,21 +122,54 @@ def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
     @runs_eagerly
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # `slot.active` is what `slot.current()` finds first; asked here to save the call.
-        plan = (slot.active or slot.current()).plan
+        plan = ((slot.active if not IN_GRAPH else None) or slot.current()).plan
         low_dtype = region_dtype(device_type)
         served = unplanned
         if plan is not None:
             served = (plan.bfloat16 if low_dtype is not float16 else plan.float16).get(name, unplanned)
         action = served.action
-        if action is None:
-            return past_key(keyset, *args, **kwargs)
-        exclude(key, True)
         try:
-            return action(args, kwargs, low_dtype)
-        finally:
-            exclude(key, False)
+            if action is None:
+                return past_key(keyset, *args, **kwargs)
+            exclude(key, True)
+            try:
+                return action(args, kwargs, low_dtype)
+            finally:
+                exclude(key, False)
+        except DTYPE_ERRORS as error:
+            if served.repair is None:
+                raise
+            fault = error
+        return served.repair.mend(fault, again(action, keyset, low_dtype), args, kwargs)
+
+    @runs_eagerly
+    def again(action: Action | None, keyset: torch._C.DispatchKeySet, low_dtype: torch.dtype) -> Run:
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if action is None:
+                return past_key(keyset, *args, **kwargs)
+            exclude(key, True)
+            try:
+                return action(args, kwargs, low_dtype)
+            finally:
+                exclude(key, False)
+
+        return run
 
     return kernel
+
+
+def _repairer(spec: OpSpec, device: Device) -> Repairer:
+    slot = slot_for(device.type)
+
+    def repairer(*_: Any) -> tuple[Repair, CastPolicy | None] | None:
+        plan = slot.current().plan
+        if plan is None:
+            return None
+        low_dtype = torch.get_autocast_dtype(device.type)
+        served = (plan.float16 if low_dtype is torch.float16 else plan.bfloat16).get(spec.name)
+        return None if served is None or served.repair is None else (served.repair, served.rule)
+
+    return repairer
 
 
 def _unplanned(spec: OpSpec, device: Device) -> Served:
@@ -165,10 +229,8 @@ def _with_tensors(spec: OpSpec, kernel: Callable[..., Any]) -> Callable[..., Any
 
     @runs_eagerly
     def kernel_with_tensors(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        for place in places:
-            if place < len(args) and args[place].__class__ in _NUMBERS:
-                number = torch.tensor(args[place])
-                args = (*args[:place], number, *args[place + 1 :])
+        if any(args[place].__class__ in NUMBERS for place in places if place < len(args)):
+            args = with_tensors(args, places)
         return kernel(keyset, *args, **kwargs)
 
     return kernel_with_tensors
@@ -189,7 +251,7 @@ def serve_all(device_type: str) -> Iterator[Plan]:
     """
     slot = slot_for(device_type)
     policy = slot.current().policy
-    plan = build_plan(policy, device_type, serve_all=True)
+    plan = build_plan(policy, device_type, serve="all")
     install(plan)
     before = slot.enter(Active(policy, plan))
     try:

@@ -105,7 +105,7 @@ def observe(device_type: str) -> Iterator[Observation]:
         if outer is not None:
             plan = outer(policy)
         else:
-            plan = build_plan(policy, device_type, serve_all=True)
+            plan = build_plan(policy, device_type, serve="all")
             install(plan)
         return plan.wrapped(lambda served: _observed(served, device_type, seen))
 

@@ -7,6 +7,7 @@ installed, so a test can say what changed, and gives the kernels what they need 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -35,6 +36,7 @@ _STATE_ARGUMENTS = frozenset({"running_mean", "running_var"})
 
 # PyTorch hands a number to a kernel in the place of a tensor (`x * 0.5` is mul.Tensor), but only calls of these ops accept
 # it back there; the list is in PyTorch's argument parser.
+NUMBERS = frozenset((bool, int, float, complex))
 _TAKES_NUMBERS = frozenset(
     ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "copy")
 )
@@ -56,6 +58,9 @@ class OpSpec:
         dtype_keyword_only: Whether that argument comes by keyword only.
         positional_defaults: The defaults of the positional arguments, None where there is none.
         mutates: Whether the op writes into an argument.
+        written: Indices of the positional arguments that it writes into.
+        written_keywords: Names of the arguments it writes into that come by keyword only: ``out``.
+        state: Indices of the arguments that it updates without its schema saying so; they are never cast.
         takes_numbers: Whether a call of the overload accepts a Python number in the place of a tensor.
     """
 
@@ -70,6 +75,9 @@ class OpSpec:
     dtype_keyword_only: bool
     positional_defaults: tuple[Any, ...]
     mutates: bool
+    written: tuple[int, ...]
+    written_keywords: tuple[str, ...]
+    state: tuple[int, ...]
     takes_numbers: bool
 
 
@@ -149,8 +157,15 @@ def op_spec(name: str) -> OpSpec | None:
         dtype_keyword_only=dtype is not None and arguments[dtype].kwarg_only,
         positional_defaults=tuple(a.default_value if a.has_default_value() else None for a in positional),
         mutates=overload._schema.is_mutable,
+        written=tuple(i for i, argument in enumerate(positional) if _is_written(argument)),
+        written_keywords=tuple(a.name for a in arguments if a.kwarg_only and _is_written(a)),
+        state=tuple(i for i, argument in enumerate(positional) if argument.name in _STATE_ARGUMENTS),
         takes_numbers=base_name(name).removeprefix("aten::") in _TAKES_NUMBERS,
     )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _leading(kinds: list[str]) -> int:
@@ -160,6 +175,23 @@ def _leading(kinds: list[str]) -> int:
 def _kind(argument: Any) -> str:
     """Classify an argument as ``"tensor"``, ``"list"`` (of tensors) or ``""``."""
     return {"Tensor": "tensor", "Optional[Tensor]": "tensor", "List[Tensor]": "list"}.get(str(argument.type), "")
+
+
+def with_tensors(args: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
+    """Put tensors where a kernel was handed the numbers that they stood for.
+
+    Args:
+        args: Positional arguments.
+        places: Where tensors belong.
+
+    Returns:
+        The arguments, changed where a number stands in such a place.
+    """
+    new = list(args)
+    for place in places:
+        if place < len(new) and new[place].__class__ in NUMBERS:
+            new[place] = torch.tensor(new[place])
+    return tuple(new)
 
 
 def expand_custom_op(name: str) -> tuple[str, ...]:
@@ -263,7 +295,7 @@ def installed_catalog() -> dict[str, frozenset[str]]:
 def _traits(schema: Any) -> list[str]:
     traits = []
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+    if any(a.kwarg_only and _is_written(a) for a in schema.arguments):
         traits.append("out")
     elif schema.is_mutable:
         traits.append("mutates")

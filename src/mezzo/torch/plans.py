@@ -1,27 +1,31 @@
 """Plans: what a policy changes on a device, compared with what PyTorch does there by itself.
 
-A plan lists only the ops whose rule differs from the device's own. An op that is not in the plan is PyTorch's business, at
-PyTorch's speed. `serve_all` plans list every op of the device's table, so that mezzo's actions can be held against
+mezzo serves only the ops whose rule differs from the device's own. Under a policy with repairs the others that can need one
+are watched while PyTorch serves them. Any other op is PyTorch's business, at PyTorch's speed.
+
+A plan may also serve every op of the device's table, so that mezzo's actions can be held against
 PyTorch's kernels one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal
 
 from mezzo import tables
 from mezzo.decision import CastPolicy
 from mezzo.errors import DeviceError
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
-from mezzo.torch.actions import Action, action_for
+from mezzo.torch.actions import Action, action_for, call_of
 from mezzo.torch.casting import Device, device_for
 from mezzo.torch.ops import OpSpec, expand_custom_op, op_spec
+from mezzo.torch.repairs import Repair
 from mezzo.vocabulary import vocabulary
 
-__all__ = ["Plan", "Served", "build_plan", "native_rules"]
+__all__ = ["FUSED_LAYER", "Plan", "Serve", "Served", "build_plan", "native_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,13 @@ class Served:
         op: Canonical name.
         rule: The cast policy, None for an op that the policy leaves alone though the device lists it.
         action: What the kernel runs; None to run the op past autocast, with autocast on for the ops inside it.
+        repair: What is done if that fails over dtypes; None to let it fail.
     """
 
     op: str
     rule: CastPolicy | None
     action: Action | None
+    repair: Repair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,17 @@ class Plan:
         device: The device type.
         bfloat16: Canonical name to what is served in a bfloat16 region, and in one of any other dtype than float16.
         float16: The same for a float16 region; the same object as ``bfloat16`` where no rule differs.
+        watched: Ops that PyTorch serves under mezzo's eyes (`mezzo.torch.watching`).
     """
 
     policy: Policy
     device: str
-    bfloat16: Mapping[str, Served]
-    float16: Mapping[str, Served]
+    bfloat16: Mapping[str, Served] = field(repr=False)
+    float16: Mapping[str, Served] = field(repr=False)
+    watched: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.bfloat16 or self.float16 or self.watched)
 
     @property
     def ops(self) -> frozenset[str]:
@@ -83,33 +94,67 @@ def native_rules(device: str) -> Mapping[str, CastPolicy]:
         return {}
 
 
+Serve = Literal["changed", "repaired", "all"]
+"""Which ops mezzo serves; see `build_plan`."""
+
+FUSED_LAYER = "aten::_transformer_encoder_layer_fwd"
+"""The inference of a whole `torch.nn.TransformerEncoderLayer`, which is watched if the ops inside are."""
+
+_IN_FUSED_LAYER = frozenset(("aten::_native_multi_head_attention", "aten::addmm", "aten::_addmm_activation"))
+
+
 @lru_cache(maxsize=256)
-def _cached_plan(policy: Policy, name: str, device_type: str, serve_all: bool) -> Plan:  # noqa: ARG001 - equal policies differ in name
-    device = device_for(device_type)
+def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan:  # noqa: ARG001 - equal policies differ in name
     native = native_rules(device_type)
     rules = _expanded(policy)
+    repairable = tables.repairs() if policy.repairs else frozenset()
+    watched: set[str] = set()
     per_dtype: list[dict[str, Served]] = []
     for low in ("bfloat16", "float16"):
         served: dict[str, Served] = {}
-        for op in _candidates(policy, rules, native):
+        for op in sorted(_candidates(policy, rules, native) | repairable):
             own = native.get(op)
             wanted = _wanted(policy, rules, op, low, own)
-            if wanted == own and not (serve_all and own is not None):
-                continue
-            if (spec := op_spec(op)) is not None:
-                served[op] = Served(op, wanted, _action(wanted, spec, device, policy.name))
+            repaired = policy.repairs and _may_fail(wanted, own, op in repairable)
+            if repaired and wanted == own:
+                watched.add(op)
+            if wanted != own or (serve != "changed" and repaired) or (serve == "all" and own is not None):
+                served.update(_served(op, wanted, policy, device_type, repaired=repaired))
         per_dtype.append(served)
+    if watched.issuperset(_IN_FUSED_LAYER):
+        watched.add(FUSED_LAYER)
     same = {op: s.rule for op, s in per_dtype[0].items()} == {op: s.rule for op, s in per_dtype[1].items()}
-    return Plan(policy, device_type, per_dtype[0], per_dtype[0] if same else per_dtype[1])
+    left = frozenset(watched) if serve == "changed" else frozenset()
+    return Plan(policy, device_type, per_dtype[0], per_dtype[0] if same else per_dtype[1], left)
 
 
-def build_plan(policy: Policy, device_type: str, *, serve_all: bool = False) -> Plan:
+def _may_fail(wanted: CastPolicy | None, own: CastPolicy | None, repairable: bool) -> bool:
+    """Say whether a call of an op can need a repair, or the kept casts of its weights a look."""
+    if wanted is CastPolicy.BANNED:
+        return False
+    # Under a rule that is not the device's own, the ops inside are not watched, so a composite op has to be.
+    return repairable or wanted is CastPolicy.LOWER_PRECISION_FP or (wanted is not None and wanted is not own)
+
+
+def _served(
+    op: str, wanted: CastPolicy | None, policy: Policy, device_type: str, *, repaired: bool
+) -> dict[str, Served]:
+    spec, device = op_spec(op), device_for(device_type)
+    if spec is None:  # a table may be of another release
+        return {}
+    repair = Repair(spec, device, call_of(spec)) if repaired else None
+    return {op: Served(op, wanted, _action(wanted, spec, device, policy.name), repair)}
+
+
+def build_plan(policy: Policy, device_type: str, *, serve: Serve = "changed") -> Plan:
     """Work out what mezzo serves under a policy on a device.
 
     Args:
         policy: The policy.
         device_type: A device type with an autocast dispatch key.
-        serve_all: Serve the ops on which the policy and PyTorch agree too.
+        serve: ``"changed"``: the ops on which the policy and PyTorch disagree; those that can need a repair are watched.
+            ``"repaired"``: those too, for plain regions, in which nothing can be watched. ``"all"``: every op that the
+            device lists as well.
 
     Returns:
         The plan; the same object for equal arguments.
@@ -118,7 +163,7 @@ def build_plan(policy: Policy, device_type: str, *, serve_all: bool = False) -> 
         UnknownOpError: The policy names a custom op that is not registered.
         PolicyError: A rule does not fit an op's schema.
     """
-    return _cached_plan(policy, policy.name, device_type, serve_all)
+    return _cached_plan(policy, policy.name, device_type, serve)
 
 
 def _expanded(policy: Policy) -> dict[str, Rule]:
@@ -129,12 +174,12 @@ def _expanded(policy: Policy) -> dict[str, Rule]:
     return rules
 
 
-def _candidates(policy: Policy, rules: Mapping[str, Rule], native: Mapping[str, CastPolicy]) -> list[str]:
+def _candidates(policy: Policy, rules: Mapping[str, Rule], native: Mapping[str, CastPolicy]) -> set[str]:
     names = set(rules) | set(native)
     if policy.default not in ("device", CastPolicy.FALLTHROUGH):
         words = vocabulary("torch")
         names |= {op for op, traits in words.traits.items() if "compute" in traits}
-    return sorted(names)
+    return names
 
 
 def _wanted(

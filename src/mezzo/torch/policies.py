@@ -11,10 +11,11 @@ import torch
 
 from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
 from mezzo.policy import Policy
-from mezzo.torch.active import Active, Slot, slot_for
+from mezzo.torch.active import NOTHING, Active, Slot, slot_for
 from mezzo.torch.kernels import install
 from mezzo.torch.ops import check_device
-from mezzo.torch.plans import Plan, build_plan
+from mezzo.torch.plans import Plan, Serve, build_plan
+from mezzo.torch.tokens import compiler, content_of
 
 __all__ = [
     "active_for",
@@ -23,22 +24,24 @@ __all__ = [
     "get_default_policy",
     "policy_on",
     "prepare_plan",
+    "region_default",
     "set_default_policy",
 ]
 
-_default: Policy = builtin_policy("torch")
+_default: Policy | None = None
 _lock = threading.RLock()
 _by_name: dict[tuple[str, str], Active] = {}
 
 
-def set_default_policy(policy: PolicyLike) -> None:
+def set_default_policy(policy: PolicyLike | None) -> None:
     """Set the policy of every region that names none, plain ``torch.autocast`` regions included.
 
     So a trainer that calls PyTorch's own API can be steered without touching it. The setting is for the process, takes
     effect at once in all threads, and does not change regions that were given a policy.
 
     Args:
-        policy: A built-in name, a `Policy`, or the path of a TOML file.
+        policy: A built-in name, a `Policy`, or the path of a TOML file. None goes back to how it is at first: mezzo's
+            regions have the policy ``"default"``, plain regions are PyTorch's own affair.
 
     Raises:
         UnknownPolicyError: No built-in policy has this name.
@@ -51,29 +54,37 @@ def set_default_policy(policy: PolicyLike) -> None:
         >>> with torch.autocast("cpu"):
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.float32
-        >>> mezzo.torch.set_default_policy("torch")
+        >>> mezzo.torch.set_default_policy(None)
     """
     global _default  # noqa: PLW0603 - it is the process-wide default
+    if policy is None:
+        with _lock:
+            _default = None
+            for device in _devices_here():
+                type(slot_for(device)).default = NOTHING
+        compiler.follow_default("")
+        return
     resolved = resolve_policy(policy)
     with _lock:
         # Built before anything is set, so a policy that cannot work leaves the old one in force everywhere.
-        plans = {device: prepare_plan(resolved, device) for device in _devices_here()}
+        plans = {device: prepare_plan(resolved, device, "repaired") for device in _devices_here()}
         _default = resolved
         for device, plan in plans.items():
             type(slot_for(device)).default = Active(resolved, plan)
+    compiler.follow_default(content_of(resolved))
 
 
 def get_default_policy() -> Policy:
     """Give the policy of regions that name none.
 
     Returns:
-        What `set_default_policy` set last; ``"torch"`` at first.
+        What `set_default_policy` set last; ``"default"`` at first.
 
     Example:
         >>> get_default_policy().name
-        'torch'
+        'default'
     """
-    return _default
+    return _default or builtin_policy("default")
 
 
 def active_policy(device_type: str) -> Policy:
@@ -83,7 +94,8 @@ def active_policy(device_type: str) -> Policy:
         device_type: A device type such as ``"cpu"``.
 
     Returns:
-        The innermost region's policy, else the process-wide default.
+        The policy of the innermost region of mezzo's; outside any, what `set_default_policy` has set, and ``"torch"``,
+        which is what a plain ``torch.autocast`` region does, before it has set something.
 
     Raises:
         RuntimeError: The string is no device type.
@@ -94,24 +106,30 @@ def active_policy(device_type: str) -> Policy:
     return slot.current().policy
 
 
-def prepare_plan(policy: Policy, device_type: str) -> Plan | None:
+def prepare_plan(policy: Policy, device_type: str, serve: Serve = "changed") -> Plan | None:
     """Build a policy's plan for a device and register the kernels it needs.
 
     Args:
         policy: The policy.
         device_type: The device type.
+        serve: As in `mezzo.torch.plans.build_plan`.
 
     Returns:
         The plan; None if PyTorch's own kernels do all that the policy says.
     """
-    return _prepared(policy, policy.name, device_type)
+    return _prepared(policy, policy.name, device_type, serve)
 
 
 @lru_cache(maxsize=256)
-def _prepared(policy: Policy, name: str, device_type: str) -> Plan | None:  # noqa: ARG001 - equal policies differ in name
-    plan = build_plan(policy, device_type)
+def _prepared(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan | None:  # noqa: ARG001 - equal policies differ in name
+    plan = build_plan(policy, device_type, serve=serve)
     install(plan)
-    return plan if plan.ops else None
+    return plan or None
+
+
+@lru_cache(maxsize=256)
+def _active(policy: Policy, name: str, device_type: str) -> Active:  # noqa: ARG001 - equal policies differ in name
+    return Active(policy, prepare_plan(policy, device_type))
 
 
 def active_for(policy: PolicyLike, device_type: str) -> Active:
@@ -127,7 +145,7 @@ def active_for(policy: PolicyLike, device_type: str) -> Active:
     if isinstance(policy, str) and (known := _by_name.get((policy, device_type))) is not None:
         return known
     resolved = resolve_policy(policy)
-    active = Active(resolved, prepare_plan(resolved, device_type))
+    active = _active(resolved, resolved.name, device_type)
     if isinstance(policy, str) and not policy.endswith(".toml"):
         _by_name[policy, device_type] = active
     return active
@@ -141,9 +159,31 @@ def follow_default(slot: Slot) -> None:
     Args:
         slot: The device's slot.
     """
-    if slot.default.policy is not _default:
-        with _lock:
-            type(slot).default = Active(_default, prepare_plan(_default, slot.device_type))
+    wanted = _default
+    if slot.default.policy is wanted or (wanted is None and slot.default is NOTHING):
+        return
+    with _lock:
+        type(slot).default = NOTHING if wanted is None else _in_plain_regions(wanted, slot.device_type)
+
+
+def region_default(slot: Slot) -> Active:
+    """Give what a region that names no policy puts in force.
+
+    Args:
+        slot: The slot of its device.
+
+    Returns:
+        The policy of the region around it, else what `set_default_policy` has set, else ``"default"``.
+    """
+    if slot.active is not None:
+        return slot.active
+    policy = _default
+    return active_for("default" if policy is None else policy, slot.device_type)
+
+
+def _in_plain_regions(policy: Policy, device_type: str) -> Active:
+    """Give what rules plain ``torch.autocast`` regions: mezzo serves what it watches in its own."""
+    return Active(policy, prepare_plan(policy, device_type, "repaired"))
 
 
 def _devices_here() -> list[str]:

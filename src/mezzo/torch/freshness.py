@@ -1,0 +1,191 @@
+"""Fresh casts for PyTorch's own kernels.
+
+PyTorch's cache goes by the weight alone. So it is written down here at which version, address and dtype each weight was
+last cast. If it has changed since, PyTorch's cache is emptied. Where PyTorch keeps no cast, or one to another dtype, the
+call gets one of mezzo's own (`mezzo.torch.cache`): in inference mode, of frozen weights, in a region of another dtype in
+another.
+
+This runs at every linear layer, so arguments are looked at as little as can be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.torch.active import slot_for
+from mezzo.torch.cache import epoch, forget_native_casts, keeping
+from mezzo.torch.casting import device_for
+from mezzo.torch.ops import OpSpec
+
+__all__ = ["Native", "own_cast", "tensors_in", "with_fresh_casts"]
+
+Native = Callable[[Sequence[Any], dict[str, Any]], Any]
+"""Calls PyTorch's kernel of an op with positional and keyword arguments."""
+
+_Note = list[Any]
+"""Of a weight: version, address, dtype of the cast, epoch of the last use, and what removes the note with the weight."""
+
+_notes: dict[int, _Note] = {}
+
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_region_dtype = torch.get_autocast_dtype
+_cache_enabled = torch.is_autocast_cache_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_is_inference = torch.is_inference_mode_enabled
+_tracing = torch._C._get_tracing_state
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+def with_fresh_casts(spec: OpSpec, native: Native, lower_on: frozenset[str]) -> Native:
+    """Make a call of PyTorch's kernel that uses no stale cast of a weight, and makes none that is kept already.
+
+    Args:
+        spec: The op.
+        native: Calls PyTorch's kernel.
+        lower_on: The device types on which that casts the op's inputs to a lower precision, and keeps casts of weights.
+
+    Returns:
+        The call.
+    """
+    last = 3 if spec.leading_tensors == 2 else len(spec.positional_defaults)
+
+    def with_weights(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not _cache_enabled():
+            return native(args, kwargs)
+        if (_modes() or _tracing() is not None or _transforms() is not None) and _writes_down():
+            return _without_cache(native, args, kwargs)
+        device = "cpu" if getattr(args[0], "is_cpu", False) else _device_type(args)
+        if device not in lower_on:
+            return native(args, kwargs)
+        low = _region_dtype(device)
+        if _is_inference():
+            return native(_with_own_casts(args, spec.name, device, low), kwargs)
+        for place, value in enumerate(args[:last]):
+            note = _notes.get(id(value))
+            if (
+                note is not None
+                and note[0] == value._version
+                and note[1] == value.data_ptr()
+                and note[2] is low
+                and value.requires_grad
+            ):
+                note[3] = epoch.now
+            elif (mine := _looked_at(value, spec.name, low)) is None:
+                return _without_cache(native, args, kwargs)
+            elif mine is not value:
+                args = (*args[:place], mine, *args[place + 1 :])
+        return native(args, kwargs)
+
+    return with_weights
+
+
+def _with_own_casts(args: Sequence[Any], op: str, device: str, low: torch.dtype) -> Sequence[Any]:
+    """Put casts of mezzo's own in the place of weights: in inference mode, and of frozen ones, PyTorch keeps none."""
+    return _own_casts_of(args, low) if _is_served_natively(op, device, low) else args
+
+
+def _own_casts_of(values: Sequence[Any], low: torch.dtype) -> list[Any]:
+    new = list(values)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float32 and (value.requires_grad or type(value) is torch.nn.Parameter):
+                new[place] = device_for(value.device.type).cast_weight(value, low)
+        elif isinstance(value, list | tuple):
+            new[place] = _own_casts_of(value, low)
+    return new
+
+
+def _looked_at(value: Any, op: str, low: torch.dtype) -> Any:
+    """Make sure that PyTorch keeps no stale cast of a value, and write down its state.
+
+    Returns:
+        What to call the op with: the value, or a cast of it; None if PyTorch must not use its kept casts for this call.
+    """
+    if isinstance(value, list | tuple):
+        return _all_looked_at(value, op, low)
+    if not isinstance(value, Tensor) or not value.is_leaf or value.dtype is not torch.float32:
+        return value
+    if not value.requires_grad:
+        return own_cast(value, op, low) if type(value) is torch.nn.Parameter else value
+    if type(value) not in (torch.nn.Parameter, Tensor):
+        return None
+    note = _notes.get(id(value))
+    if note is None:
+        if keeping.depth:
+            # A plain region in this block may have had it cast long ago.
+            forget_native_casts()
+        _notes[id(value)] = _new_note(value, low)
+        return value
+    if note[3] == epoch.now:
+        if note[2] is not low:
+            return own_cast(value, op, low)
+        forget_native_casts()
+    note[:4] = value._version, value.data_ptr(), low, epoch.now
+    return value
+
+
+def _all_looked_at(values: Sequence[Any], op: str, low: torch.dtype) -> list[Any] | None:
+    looked = [_looked_at(value, op, low) for value in values]
+    return None if any(one is None for one in looked) else looked
+
+
+def own_cast(value: Tensor, op: str, low: torch.dtype) -> Tensor:
+    """Give a kept cast of mezzo's own, if PyTorch's kernel would cast."""
+    device = value.device.type
+    return device_for(device).cast_weight(value, low) if _is_served_natively(op, device, low) else value
+
+
+def _is_served_natively(op: str, device: str, low: torch.dtype) -> bool:
+    """Say whether it is PyTorch's own kernel that a call will come to, and that will cast."""
+    # Off for this device, or inside of an op that is not to be cast again: PyTorch's kernel does not cast either.
+    if _is_excluded(device_for(device).key):
+        return False
+    plan = slot_for(device).current().plan
+    if plan is None or op not in plan.watched:
+        return False
+    return op not in (plan.float16 if low is torch.float16 else plan.bfloat16)
+
+
+def _new_note(value: Tensor, low: torch.dtype) -> _Note:
+    key = id(value)
+    # The note must not keep the weight alive, nor be taken for that of the next tensor with its identity.
+    forget = weakref.ref(value, lambda _: _notes.pop(key, None))
+    return [value._version, value.data_ptr(), low, epoch.now, forget]
+
+
+def _without_cache(native: Native, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return native(args, kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+# A cast from outside would be a constant in what is written down, or be missed where checkpointing runs the code again.
+_WRITING = ("torch.utils.checkpoint", "torch._subclasses", "torch.fx", "torch._functorch", "torch._export")
+
+
+def _writes_down() -> bool:
+    """Say whether calls are traced, transformed or recorded now, rather than just looked at by a mode of the user's."""
+    if _tracing() is not None or _transforms() is not None:
+        return True
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(_modes()))
+    return any(type(mode).__module__.startswith(_WRITING) for mode in modes)
+
+
+def _device_type(args: Sequence[Any]) -> str:
+    """Give the device type of the first tensor."""
+    return next((tensor.device.type for tensor in tensors_in(args)), "cpu")
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Give the tensors among arguments, those in lists too."""
+    for value in values:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor):
+                yield item

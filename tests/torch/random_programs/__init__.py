@@ -1,0 +1,1 @@
+"""Random programs: what a region does is what an interpreter of the documented semantics computes without autocast."""
