@@ -10,13 +10,15 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "op", "rule", "enter"]
+Workload = Literal["model", "inference", "op", "rule", "enter"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
 OP_BOUND = 5e-6
 CONVOLUTION_BOUND = 12e-6
 ENTER_BOUND = 2.0
+# At least 1.4 times faster.
+KEPT_BOUND = 1 / 1.4
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,17 @@ def _model_cases() -> list[Case]:
     return plain + default + after
 
 
+def _inference_cases() -> list[Case]:
+    title = "ten inferences, 6 layers d=768, one token"
+    return [
+        Case(f"kept-{way}", f"{title}; {how}", "inference", way, "default", "ratio", KEPT_BOUND)
+        for way, how in (
+            ("unchanged", "casts kept across regions"),
+            ("slow-path", "the same without PyTorch's fused layer"),
+        )
+    ]
+
+
 def _op_cases() -> list[Case]:
     listed = [
         Case(
@@ -146,7 +159,7 @@ def _enter_cases() -> list[Case]:
     ]
 
 
-CASES: tuple[Case, ...] = (*_model_cases(), *_op_cases(), *_enter_cases())
+CASES: tuple[Case, ...] = (*_model_cases(), *_inference_cases(), *_op_cases(), *_enter_cases())
 
 
 def select(names: Sequence[str]) -> list[Case]:

@@ -33,7 +33,13 @@ class Work(NamedTuple):
 def build(case: Case, side: Side) -> Work:
     """Prepare the work of one side; seeded, so that every side computes the same numbers."""
     torch.manual_seed(0)
-    builders = {"model": _model_work, "op": _op_work, "rule": _rule_work, "enter": _enter_work}
+    builders = {
+        "model": _model_work,
+        "inference": _inference_work,
+        "op": _op_work,
+        "rule": _rule_work,
+        "enter": _enter_work,
+    }
     return builders[case.workload](case, side)
 
 
@@ -92,6 +98,32 @@ def _model_work(case: Case, side: Side) -> Work:
         return _describe(torch.cat(gradients))
 
     return Work(loop, probe)
+
+
+def _inference_work(case: Case, side: Side) -> Work:
+    """Ten regions in a row, as a server has them; on mezzo's side in one `keep_casts`."""
+    model, inputs = _encoder(1, 1)
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(case.subject != "slow-path")
+    if side == "mezzo":
+        from mezzo.torch import keep_casts
+
+        region, around = _mezzo_region(case.policy), keep_casts
+    else:
+        region, around = _torch_region(), nullcontext
+
+    def ten() -> Tensor:
+        with torch.no_grad(), around():
+            for _ in range(10):
+                with region():
+                    output = model(inputs)
+        return output
+
+    def loop(count: int) -> None:
+        for _ in repeat(None, count):
+            ten()
+
+    return Work(loop, lambda: _describe(ten()))
 
 
 def _served_by_mezzo(policy: str | None) -> Region:

@@ -22,10 +22,7 @@ from mezzo.torch.cache import epoch, forget_native_casts, keeping
 from mezzo.torch.casting import device_for
 from mezzo.torch.ops import OpSpec
 
-__all__ = ["Native", "own_cast", "tensors_in", "with_fresh_casts"]
-
-Native = Callable[[Sequence[Any], dict[str, Any]], Any]
-"""Calls PyTorch's kernel of an op with positional and keyword arguments."""
+__all__ = ["fresh_arguments", "own_cast", "tensors_in"]
 
 _Note = list[Any]
 """Of a weight: version, address, dtype of the cast, epoch of the last use, and what removes the note with the weight."""
@@ -41,47 +38,51 @@ _tracing = torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def with_fresh_casts(spec: OpSpec, native: Native, lower_on: frozenset[str]) -> Native:
-    """Make a call of PyTorch's kernel that uses no stale cast of a weight, and makes none that is kept already.
+def fresh_arguments(  # noqa: C901 - see `fresh` in it
+    spec: OpSpec, lower_on: frozenset[str]
+) -> Callable[[Sequence[Any]], Sequence[Any] | None]:
+    """Make the look at an op's arguments after which PyTorch's kernel uses no stale cast of a weight.
 
     Args:
         spec: The op.
-        native: Calls PyTorch's kernel.
         lower_on: The device types on which that casts the op's inputs to a lower precision, and keeps casts of weights.
 
     Returns:
-        The call.
+        A function of the positional arguments that gives what to call the kernel with, casts of mezzo's own in the place of
+        weights of which PyTorch keeps none; None if the kernel must not use kept casts at all.
     """
     last = 3 if spec.leading_tensors == 2 else len(spec.positional_defaults)
 
-    def with_weights(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def fresh(args: Sequence[Any]) -> Sequence[Any] | None:  # noqa: C901 - each call less is felt at every linear layer
         if not _cache_enabled():
-            return native(args, kwargs)
+            return args
         if (_modes() or _tracing() is not None or _transforms() is not None) and _writes_down():
-            return _without_cache(native, args, kwargs)
+            return None
         device = "cpu" if getattr(args[0], "is_cpu", False) else _device_type(args)
         if device not in lower_on:
-            return native(args, kwargs)
+            return args
         low = _region_dtype(device)
         if _is_inference():
-            return native(_with_own_casts(args, spec.name, device, low), kwargs)
+            return _with_own_casts(args, spec.name, device, low)
+        now = epoch.now
         for place, value in enumerate(args[:last]):
             note = _notes.get(id(value))
-            if (
-                note is not None
-                and note[0] == value._version
-                and note[1] == value.data_ptr()
-                and note[2] is low
-                and value.requires_grad
-            ):
-                note[3] = epoch.now
-            elif (mine := _looked_at(value, spec.name, low)) is None:
-                return _without_cache(native, args, kwargs)
-            elif mine is not value:
+            if note is not None and note[2] is low and value.requires_grad:
+                version, address = value._version, value.data_ptr()
+                # What has changed since PyTorch's cache was last empty needs no more than to be written down.
+                if note[3] != now or (note[0] == version and note[1] == address):
+                    note[0], note[1], note[3] = version, address, now
+                    continue
+            elif value.__class__ is Tensor and not value.is_leaf:  # an activation
+                continue
+            mine = _looked_at(value, spec.name, low)
+            if mine is None:
+                return None
+            if mine is not value:
                 args = (*args[:place], mine, *args[place + 1 :])
-        return native(args, kwargs)
+        return args
 
-    return with_weights
+    return fresh
 
 
 def _with_own_casts(args: Sequence[Any], op: str, device: str, low: torch.dtype) -> Sequence[Any]:
@@ -156,14 +157,6 @@ def _new_note(value: Tensor, low: torch.dtype) -> _Note:
     # The note must not keep the weight alive, nor be taken for that of the next tensor with its identity.
     forget = weakref.ref(value, lambda _: _notes.pop(key, None))
     return [value._version, value.data_ptr(), low, epoch.now, forget]
-
-
-def _without_cache(native: Native, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    torch.set_autocast_cache_enabled(False)
-    try:
-        return native(args, kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(True)
 
 
 # A cast from outside would be a constant in what is written down, or be missed where checkpointing runs the code again.

@@ -20,11 +20,14 @@ from mezzo.decision import CastPolicy
 from mezzo.torch.active import slot_for
 from mezzo.torch.casting import device_for
 from mezzo.torch.eager import runs_eagerly
-from mezzo.torch.freshness import Native, own_cast, tensors_in, with_fresh_casts
+from mezzo.torch.freshness import fresh_arguments, own_cast, tensors_in
 from mezzo.torch.ops import NUMBERS, OpSpec, with_tensors
 from mezzo.torch.plans import FUSED_LAYER, native_rules
 from mezzo.torch.repairs import DTYPE_ERRORS, Repair
 from mezzo.torch.switch import KEY
+
+Native = Callable[[Sequence[Any], dict[str, Any]], Any]
+"""Calls PyTorch's kernel of an op with positional and keyword arguments."""
 
 __all__ = ["make_watching_kernel", "repair_of_watched"]
 
@@ -52,11 +55,12 @@ def make_watching_kernel(
         return _fused_kernel(spec), True
     if not lower_on and _has_ops_inside(spec):
         return _passing_kernel(spec, call), True
-    native = with_fresh_casts(spec, _native(call), lower_on) if lower_on else _native(call)
+    native = _native(call)
     if spec.name in tables.promoted_first():
         native = _promoted_first(spec, call, native)
+    elif lower_on:
+        return _weights_kernel(spec, call, native, fresh_arguments(spec, lower_on)), False
 
-    # No keyset is asked for, and the arguments are looked at as little as can be: this runs at every linear layer.
     @runs_eagerly
     def kernel(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -78,6 +82,40 @@ def _native(call: Callable[..., Any]) -> Native:
             _include(KEY, True)
 
     return native
+
+
+def _weights_kernel(
+    spec: OpSpec, call: Callable[..., Any], native: Native, fresh: Callable[[Sequence[Any]], Sequence[Any] | None]
+) -> Callable[..., Any]:
+    def again(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        looked = fresh(args)
+        return _without_cache(native, args, kwargs) if looked is None else native(looked, kwargs)
+
+    # No keyset is asked for, and the way to PyTorch's kernel is as short as can be: this runs at every linear layer.
+    @runs_eagerly
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        try:
+            looked = fresh(args)
+            if looked is None:
+                return _without_cache(native, args, kwargs)
+            _include(KEY, False)
+            try:
+                return call(*looked, **kwargs)
+            finally:
+                _include(KEY, True)
+        except DTYPE_ERRORS as error:
+            fault = error
+        return _mend(fault, spec, call, again, args, kwargs)
+
+    return kernel
+
+
+def _without_cache(native: Native, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return native(args, kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 def _promoted_first(spec: OpSpec, call: Callable[..., Any], native: Native) -> Native:
