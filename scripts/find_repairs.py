@@ -40,8 +40,34 @@ BY_HAND = {
     "aten::native_group_norm_backward": "promote",
     "aten::native_layer_norm_backward": "promote",
     "aten::addr": "promote first",
-    # The op inside, at which it raises, is not watched, since PyTorch lists this one.
-    "aten::lu_solve": "promote",
+    # It would be repaired inside, where it writes to a low tensor; its kin give float32.
+    "aten::_linalg_det": "promote",
+    # Made up of ops that are not watched inside, since PyTorch lists these; the calls here have too few tensors to show it.
+    **dict.fromkeys(
+        (
+            f"aten::{name}"
+            for name in (
+                "binary_cross_entropy_with_logits",
+                "cosine_embedding_loss",
+                "cross_entropy_loss",
+                "hinge_embedding_loss",
+                "kl_div",
+                "l1_loss",
+                "lu_solve",
+                "margin_ranking_loss",
+                "mse_loss",
+                "multilabel_margin_loss",
+                "orgqr",
+                "poisson_nll_loss",
+                "smooth_l1_loss",
+                "soft_margin_loss",
+                "stft",
+                "stft.center",
+                "triplet_margin_loss",
+            )
+        ),
+        "promote",
+    ),
     "aten::huber_loss": "promote first",
 }
 # What PyTorch's own promotion says of the low dtype that is not the region's. The kernels have it.

@@ -33,7 +33,7 @@ Region = Callable[[], AbstractContextManager[Any]]
 SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 REASONS = {
-    "linalg.pinv.singular": "the product in it works with an empty tensor, in bfloat16, as in PyTorch; its inverse is float32",
+    "linalg.pinv.singular": "the product in it works with an empty tensor, in bfloat16, as in PyTorch",
     "nn.functional.linear_cross_entropy.chunked": "PyTorch sums the chunks in float32",
     "nn.functional.multi_head_attention_forward": "only the value is float64; the weights of attention do not depend on it",
 }

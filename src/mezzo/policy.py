@@ -226,12 +226,13 @@ class Policy:
         policy._set(self.name, rules, CastPolicy.FALLTHROUGH, self.framework, table, repairs=self.repairs)
         return policy
 
-    def rule(self, op: str, low_dtype: str = "bfloat16") -> CastPolicy:
+    def rule(self, op: str, low_dtype: object = "bfloat16") -> CastPolicy:
         """Look up the rule of one op.
 
         Args:
             op: A name that stands for ops with one and the same rule.
-            low_dtype: The region's dtype, ``"bfloat16"`` or ``"float16"``.
+            low_dtype: The region's dtype, ``"bfloat16"`` or ``"float16"``, or a framework's dtype of that name, such as
+                ``torch.float16``.
 
         Returns:
             The cast policy; for an op that is not listed, the policy's default.
@@ -244,8 +245,8 @@ class Policy:
             >>> Policy.from_table("cuda").rule("gelu")
             <CastPolicy.FALLTHROUGH: 'fallthrough'>
         """
-        _check_low_dtype(low_dtype)
-        found = {name: self.rule_of(name, low_dtype) for name in vocabulary(self.framework).resolve(op)}
+        dtype = _check_low_dtype(low_dtype)
+        found = {name: self.rule_of(name, dtype) for name in vocabulary(self.framework).resolve(op)}
         kinds = set(found.values())
         if len(kinds) > 1:
             listed = ", ".join(f"{name}: {rule}" for name, rule in found.items())
@@ -375,8 +376,11 @@ def _default(value: object) -> CastPolicy | Literal["device"]:
     return CastPolicy(str(value))
 
 
-def _check_low_dtype(low_dtype: str) -> None:
-    if low_dtype not in LOW_DTYPES:
+def _check_low_dtype(low_dtype: object) -> str:
+    """Give the name of a lower-precision dtype; frameworks' own are known by how they are written."""
+    name = str(low_dtype).rpartition(".")[2]
+    if name not in LOW_DTYPES:
         hint = near(str(low_dtype), LOW_DTYPES)
         msg = f"{low_dtype!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{hint}"
         raise PolicyError(msg)
+    return name

@@ -194,6 +194,7 @@ def test_a_wrong_call_is_told_what_is_allowed(arguments: tuple[str, ...], text: 
 
 def test_near_names_are_offered() -> None:
     assert complaint("ops", "mm", "-d", "cud").endswith("Did you mean 'cuda' or 'cpu'?")
+    assert complaint("ops", "softmax", "--device", "gpu").endswith(" Did you mean 'cuda'?")
     assert complaint("ops", "-p", "unifed").endswith(
         "Did you mean 'unified'? A policy in a file is named by a path object or a string that ends in .toml."
     )

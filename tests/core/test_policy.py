@@ -171,6 +171,21 @@ def test_an_unknown_policy_name_lists_the_known_ones() -> None:
     )
 
 
+def test_a_frameworks_own_dtype_is_known_by_how_it_is_written() -> None:
+    class Dtype:
+        def __init__(self, written: str) -> None:
+            self.written = written
+
+        def __str__(self) -> str:
+            return self.written
+
+    policy = Policy("p", {"mm": {"bfloat16": "fp32", "float16": "promote"}})
+    assert policy.rule("mm", Dtype("torch.float16")) is policy.rule("mm", "float16") is CastPolicy.PROMOTE
+    assert policy.rule("mm", Dtype("torch.bfloat16")) is CastPolicy.FP32
+    with pytest.raises(PolicyError, match="is not a lower-precision dtype; allowed are bfloat16, float16"):
+        policy.rule("mm", Dtype("torch.float32"))
+
+
 def test_a_name_that_covers_different_rules_must_be_narrowed() -> None:
     policy = Policy("p", {"sum.default": "fp32"})
     with pytest.raises(PolicyError, match="'sum' covers ops with different rules in 'p'; name one of them"):

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_tokens(request: pytest.FixtureRequest) -> None:
-    """Give a module that compiles all tokens: the suite uses more policies in one process than code can be compiled under."""
+    """Give a module that compiles all tokens: the suite uses more policies than code can be compiled under."""
     if "compil" in request.module.__name__ or "export" in request.module.__name__:
         from mezzo.torch.tokens import start_over
 

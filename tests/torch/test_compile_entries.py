@@ -90,6 +90,53 @@ def test_a_graph_that_breaks_inside_of_a_with_computes_as_eager_code() -> None:
     assert_compiles(function, fullgraph=False)
 
 
+def other_regions() -> dict[str, autocast | torch.autocast]:
+    return {
+        "dtype": autocast("cpu", dtype=torch.float16),
+        "policy": autocast("cpu", dtype=torch.float16, policy="fp32"),
+        "off": autocast("cpu", enabled=False),
+        "plain": torch.autocast("cpu", dtype=torch.float16),
+    }
+
+
+@pytest.mark.parametrize("around", ["dtype", "policy", "off", "plain"])
+def test_a_graph_that_breaks_with_another_region_around_the_compiled_code(around) -> None:
+    net = Net(breaks=True)
+
+    def function(x: Tensor) -> Tensor:
+        with unified():
+            return net(x) + net(x)
+
+    compiled, x = torch.compile(function, backend="eager"), torch.ones(3, 4)
+    with other_regions()[around]:
+        state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        wanted, found = function(x), compiled(x)
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == state
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("around", ["dtype", "policy", "off", "plain"])
+def test_a_region_inside_of_a_plain_one_in_compiled_code(around, enabled) -> None:
+    net = Net()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=LOW, enabled=enabled):
+            y = net(x)
+            with unified():
+                z = net(x)
+        return y + z + net(x)
+
+    compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.ones(3, 4)
+    wanted, found = function(x), compiled(x)
+    assert torch.equal(found, wanted)
+    with other_regions()[around]:
+        wanted, found = function(x), compiled(x)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
 def test_a_region_made_outside_works_in_a_with() -> None:
     net, region = Net(), unified()
 

@@ -227,8 +227,13 @@ def test_a_weight_that_is_frozen_after_use_and_thawed_again(linear: nn.Linear, l
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("low", LOW, ids=str)
-def test_short_lived_weights_in_a_long_region_are_let_go(low: torch.dtype, frozen: bool) -> None:
+@pytest.mark.parametrize("many_before", [False, True])
+@low_dtypes
+def test_short_lived_weights_in_a_long_region_are_let_go(low: torch.dtype, frozen: bool, many_before: bool) -> None:
+    """However many weights were in use in an earlier region."""
+    with autocast("cpu", dtype=low):
+        for net in [nn.Linear(3, 5).requires_grad_(not frozen) for _ in range(200 * many_before)]:
+            net(X)
     alive = []
     with autocast("cpu", dtype=low):
         for value in range(500):

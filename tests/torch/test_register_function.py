@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mezzo import builtin_policy
 from mezzo.errors import BannedOpError, PolicyError, UnknownOpError
 from mezzo.torch import autocast, register_function, set_precision
 
@@ -324,6 +325,48 @@ def test_a_second_registration_is_an_error(library: Any) -> None:
     message = "library.attend is registered already, as 'fp32'; call remove() on that registration first."
     with pytest.raises(PolicyError, match=f"^{re.escape(message)}$"):
         register_function(library, "attend", "lower_precision_fp")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "shown"),
+    [
+        (torch, "mm", "torch.mm"),
+        (Tensor, "matmul", "Tensor.matmul"),
+        (nn.functional, "softmax", "torch.nn.functional.softmax"),
+        (torch.linalg, "norm", "torch.linalg.norm"),
+    ],
+    ids=str,
+)
+def test_an_op_is_ruled_by_a_policy(owner: Any, name: str, shown: str) -> None:
+    before = getattr(owner, name)
+    message = f"{shown} is an op of PyTorch's, so a policy rules it: policy.override({{{shown!r}: 'fp32'}})."
+    with pytest.raises(PolicyError, match=f"^{re.escape(message)}$"):
+        register_function(owner, name, "fp32")
+    assert getattr(owner, name) is before
+    builtin_policy("default").override({shown: "fp32"})
+
+
+def test_an_op_that_no_policy_can_cast_is_refused_too() -> None:
+    with pytest.raises(
+        PolicyError, match=r"^Tensor\.addmm_ is an op of PyTorch's, which a policy rules: .* writes into an"
+    ):
+        register_function(Tensor, "addmm_", "fp32")
+
+
+def test_an_op_under_a_name_in_somebody_elses_module_can_be_registered(library: Any) -> None:
+    library.mm = torch.mm
+    with register_function(library, "mm", "fp32"), autocast("cpu", dtype=LOW):
+        assert library.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is LOW
+
+
+def test_the_name_of_a_module_is_no_module() -> None:
+    message = (
+        "register_function takes the module, not its name 'flashlib': import it, and call "
+        "register_function(flashlib, 'attn', 'fp32')."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        register_function("flashlib", "attn", "fp32")
 
 
 def test_a_module_is_not_rewritten() -> None:

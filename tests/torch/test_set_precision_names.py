@@ -141,6 +141,11 @@ def test_a_script_module_takes_no_hooks() -> None:
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
+        (
+            {},
+            PolicyError,
+            "rule for 'lm_head': {} names no op, so it would change nothing; write {'softmax': 'fp32'} with",
+        ),
         ("bfloat16", UnknownPolicyError, "rule for 'lm_head': 'bfloat16' is no built-in policy; allowed are "),
         (
             "lower_precision_fp",
@@ -170,6 +175,12 @@ def test_a_rule_that_is_none_is_an_error(model: Model, rule: Any, error: type[Ex
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         set_precision(model, {"blocks.*": "fp32", "lm_head": rule})
     assert not model.blocks[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("rule", "error"), [("float32", UnknownPolicyError), (torch.float32, PolicyError)], ids=str)
+def test_who_means_float32_is_offered_fp32(model: Model, rule: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r" Did you mean 'fp32'\?$"):
+        set_precision(model, {"lm_head": rule})
 
 
 def test_what_is_no_model_and_no_mapping_is_an_error(model: Model) -> None:

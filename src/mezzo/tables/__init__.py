@@ -29,6 +29,9 @@ _ELSEWHERE = {
     "ipu": "its table shipped with Graphcore's PopTorch",
 }
 
+# PyTorch has one device type for the GPUs of both makers, and "gpu" would otherwise be taken for a slip of "cpu".
+_CALLED_CUDA = frozenset({"gpu", "nvidia", "rocm", "hip", "amd"})
+
 
 def frameworks() -> tuple[str, ...]:
     """Name the frameworks that have tables.
@@ -85,7 +88,8 @@ def _rows(framework: str, device: str) -> Mapping[str, str]:
         known = devices(framework)
         why, hint = f"{_ELSEWHERE.get(device)}, so mezzo has none to show", ""
         if device not in _ELSEWHERE:
-            why, hint = "there is no such table", near(device.lower(), known)
+            name = "cuda" if device.lower() in _CALLED_CUDA else device.lower()
+            why, hint = "there is no such table", near(name, known, count=1 if name in known else 3)
         msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
         raise DeviceError(msg)
     return MappingProxyType({row["op"]: row["policy"] for row in read(framework, device)})

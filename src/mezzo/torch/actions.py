@@ -123,7 +123,7 @@ def _casting_two(call: Callable[..., Any], cast_weight: Cast) -> Action:
             if not isinstance(value, Tensor) or value.dtype is low_dtype:
                 continue
             if kept is not None and (entry := kept.get(id(value))) is not None and is_fresh(entry, value):
-                new[place] = entry[3]
+                new[place] = entry[2]
             else:
                 new[place] = cast_weight(value, low_dtype)
         return call(*new, **kwargs)

@@ -21,11 +21,12 @@ from mezzo.builtin import PolicyLike
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
 from mezzo.torch.active import Active, Found, slot_for
-from mezzo.torch.cache import forget_native_casts, keeping
+from mezzo.torch.cache import forget_native_casts
 from mezzo.torch.decorating import decorate
 from mezzo.torch.eager import not_compiled_alone
 from mezzo.torch.graphs import enter_in_graph, leave_in_graph
 from mezzo.torch.policies import active_for, follow_default, region_default
+from mezzo.torch.tokens import THREAD
 
 __all__ = ["autocast", "is_autocast_available"]
 
@@ -184,7 +185,7 @@ class autocast:  # noqa: N801 - PyTorch's name
         else:
             self._entries[thread] = [found]
         _set_enabled(device, self._enabled)
-        if _increment() > 1 and not before[1].is_watched and not keeping.depth:
+        if _increment() > 1 and not before[1].is_watched:
             # The plain region around may have had weights cast, of which nothing is written down.
             forget_native_casts()
         if cache_enabled is not self._cache_enabled:
@@ -217,7 +218,11 @@ class autocast:  # noqa: N801 - PyTorch's name
         # Always, for what is open inside may have changed them and not put them back.
         _set_dtype(device, dtype)
         _set_cache_enabled(cache_enabled)
+        was_watched = THREAD.scope.is_watched
         self._slot.leave(before)
+        if THREAD.scope.is_watched and not was_watched:
+            # As on entry: in this region nothing was written down either.
+            forget_native_casts()
         if _is_function_mode_on():  # under torch.export
             for mode in _export_modes():
                 mode.__torch_function__(_exit_autocast, (), ())

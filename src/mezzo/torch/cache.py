@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ __all__ = [
     "epoch",
     "forget_native_casts",
     "is_cached",
+    "is_plain",
     "keep_in_step",
     "keeping",
     "kept_casts",
@@ -42,8 +44,14 @@ __all__ = [
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
 
-Entry = tuple[Tensor, int, int, Tensor, int, bool]
-"""The weight, its version and address when it was cast, the cast and its version, and whether it required gradients.
+State = tuple[int, int, torch.Size, tuple[int, ...], bool, object]
+"""Of a weight: its version, address, shape and strides, whether it requires gradients, and its storage.
+
+The storage is held so that its address is not given to another one.
+"""
+
+Entry = tuple[Tensor, State, Tensor, int]
+"""The weight, its state when it was cast, the cast and its version.
 
 The weight is held so that its identity is not given to another tensor.
 """
@@ -63,11 +71,15 @@ class _Casts(dict[int, Entry]):
         super().__init__()
         self.sweep_at = _SMALL
 
+    def clear(self) -> None:
+        super().clear()
+        self.sweep_at = _SMALL
+
     def add(self, entry: Entry) -> None:
         self[id(entry[0])] = entry
         if len(self) >= self.sweep_at:
             for key in [key for key, kept in list(self.items()) if _is_forgotten(kept)]:
-                del self[key]
+                self.pop(key, None)  # another thread's optimizer step may have emptied this
             self.sweep_at = max(_SMALL, 2 * len(self))
 
 
@@ -101,9 +113,17 @@ class _Epoch:
 
     Attributes:
         now: The count.
+        held: The storages of the weights that it may hold casts of, so that their addresses are not given to others.
     """
 
-    now = 0
+    def __init__(self) -> None:
+        self.now = 0
+        self.held: list[object] = []
+
+    def end(self) -> None:
+        """Begin to count anew."""
+        self.now += 1
+        self.held.clear()
 
 
 class _Keeping(threading.local):
@@ -134,7 +154,7 @@ _modes = torch._C._len_torch_dispatch_stack
 
 def casts_of_thread() -> list[Tensor]:
     """Give the casts that the calling thread keeps."""
-    return [entry[3] for casts in _thread.casts.values() for entry in casts.values()]
+    return [entry[2] for casts in _thread.casts.values() for entry in casts.values()]
 
 
 def kept_casts(target: torch.dtype) -> dict[int, Entry] | None:
@@ -175,9 +195,11 @@ def cast_weight_with(cast: Cast) -> Cast:
             return cast(tensor, target)
         entry = casts.get(id(tensor))
         if entry is not None and is_fresh(entry, tensor):
-            return entry[3]
+            return entry[2]
         if not _keepable(tensor):
             return cast(tensor, target)
+        # Before the cast, during which another thread may write.
+        state = _state_of(tensor)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = cast(tensor, target)
         else:
@@ -185,7 +207,7 @@ def cast_weight_with(cast: Cast) -> Cast:
             with torch.inference_mode(False), torch.enable_grad():
                 made = cast(tensor, target)
         if made is not tensor:
-            _keep(tensor, target, made)
+            _keep(tensor, state, target, made)
         return made
 
     return cast_weight
@@ -193,24 +215,37 @@ def cast_weight_with(cast: Cast) -> Cast:
 
 def is_fresh(entry: Entry, weight: Tensor) -> bool:
     """Say whether a kept cast still is what a cast made now would be."""
+    version, address, shape, strides, requires_grad, _ = entry[1]
     return (
-        entry[1] == weight._version
-        and entry[2] == weight.data_ptr()
-        and entry[4] == entry[3]._version
-        and entry[5] is weight.requires_grad
+        version == weight._version
+        and address == weight.data_ptr()
+        and shape == weight.shape
+        and strides == weight.stride()
+        and requires_grad is weight.requires_grad
+        and entry[3] == entry[2]._version
     )
 
 
-def _keep(weight: Tensor, target: torch.dtype, made: Tensor) -> None:
-    entry = (weight, weight._version, weight.data_ptr(), made, made._version, weight.requires_grad)
-    _thread.casts[target].add(entry)
+def _state_of(weight: Tensor) -> State:
+    place = weight.data_ptr(), weight.shape, weight.stride()
+    return (weight._version, *place, weight.requires_grad, weight.untyped_storage())
+
+
+def _keep(weight: Tensor, state: State, target: torch.dtype, made: Tensor) -> None:
+    _thread.casts[target].add((weight, state, made, made._version))
+
+
+@lru_cache(maxsize=256)
+def is_plain(kind: type) -> bool:
+    """Say whether the tensors of a class are what they seem, and do not stand for others."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _keepable(weight: Tensor) -> bool:
-    # A fake, functional or batched tensor stands for another one; only a plain tensor or Parameter is what it seems.
-    kind = type(weight)
+    # A fake, functional or batched tensor stands for another one.
     return (
-        (kind is torch.nn.Parameter or (kind is Tensor and weight.requires_grad))
+        is_plain(type(weight))
+        and (issubclass(type(weight), torch.nn.Parameter) or weight.requires_grad)
         and weight.is_leaf
         and weight.dtype is torch.float32
         and weight.layout is torch.strided
@@ -246,7 +281,7 @@ def keep_in_step() -> None:
         for casts in _thread.all_casts:
             if casts:
                 casts.clear()
-        epoch.now += 1
+        epoch.end()
         original()
 
     torch.clear_autocast_cache = clear_autocast_cache
@@ -257,7 +292,7 @@ _clear_native: list[Callable[[], None]] = []
 
 def forget_native_casts() -> None:
     """Empty PyTorch's own cache."""
-    epoch.now += 1
+    epoch.end()
     for clear in _clear_native:
         clear()
 

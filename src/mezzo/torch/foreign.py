@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mezzo.decision import CastPolicy, parse_cast_policy
 from mezzo.errors import PolicyError, UnknownOpError, near
+from mezzo.rules import resolve_rules
 from mezzo.torch.foreign_calls import call_with_casts
 
 __all__ = ["Registration", "register_function"]
@@ -26,6 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ALLOWED = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.PROMOTE, CastPolicy.BANNED)
 _NOTHING = object()
+_HOMES_OF_OPS = (torch, Tensor, nn.functional, torch.linalg, torch.fft, torch.special)
 
 
 class Registration:
@@ -90,7 +92,8 @@ def register_function(module: Any = _NOTHING, name: Any = _NOTHING, cast_policy:
     Args:
         module: The module, class or object whose attribute is replaced, until `Registration.remove` puts it back. Code that
             has taken the function out of it before (``from module import name``) is not reached; register it there too.
-        name: The attribute. On a `torch.autograd.Function` from elsewhere, ``"apply"``.
+        name: The attribute. On a `torch.autograd.Function` from elsewhere, ``"apply"``. On the class of a module,
+            ``"forward"`` is that of all its instances; their weights are not cast.
         cast_policy: ``"lower_precision_fp"`` (to the region's dtype), ``"fp32"``, ``"promote"`` (to the widest dtype that
             came) or ``"banned"`` (a call in a region raises).
 
@@ -100,7 +103,7 @@ def register_function(module: Any = _NOTHING, name: Any = _NOTHING, cast_policy:
     Raises:
         UnknownOpError: ``module`` has no such attribute; near names are offered.
         PolicyError: The cast policy is not one of these, the function is registered already, or it is one that is ruled in
-            another way: an op, or a module's method.
+            another way: an op, or a method of a module instance.
         TypeError: An argument is missing, or the attribute cannot be called or replaced.
 
     A registration is for all threads.
@@ -157,6 +160,12 @@ def _replace(owner: object, name: str, cast_policy: CastPolicy) -> Registration:
     if not isinstance(name, str):
         msg = f"register_function: the name of the attribute must be a string, got {name!r}."
         raise TypeError(msg)
+    if isinstance(owner, str):
+        msg = (
+            f"register_function takes the module, not its name {owner!r}: import it, and call "
+            f"register_function({owner}, {name!r}, {str(cast_policy)!r})."
+        )
+        raise TypeError(msg)
     shown = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
     if not hasattr(owner, "__dict__"):
         msg = f"{shown} cannot be replaced: {type(owner).__name__} objects have fixed attributes."
@@ -168,6 +177,7 @@ def _replace(owner: object, name: str, cast_policy: CastPolicy) -> Registration:
     if function is _NOTHING:
         msg = f"{shown} does not exist.{near(name, dir(owner))}"
         raise UnknownOpError(msg)
+    _refuse_op(owner, shown, cast_policy)
     registration = _new(shown, cast_policy, function)
     before = vars(owner).get(name, _NOTHING)
     wrapper: Any = _wrapped(registration)
@@ -176,6 +186,21 @@ def _replace(owner: object, name: str, cast_policy: CastPolicy) -> Registration:
     setattr(owner, name, wrapper)
     registration._place = (owner, name, before)
     return registration
+
+
+def _refuse_op(owner: object, shown: str, cast_policy: CastPolicy) -> None:
+    """Refuse to replace an op of PyTorch's under one of its names, past which ``x.mm`` or ``torch.mm`` would still go."""
+    if not any(owner is home for home in _HOMES_OF_OPS):
+        return
+    try:
+        resolve_rules({shown: cast_policy}, "torch")
+    except UnknownOpError:
+        return
+    except PolicyError as error:
+        msg = f"{shown} is an op of PyTorch's, which a policy rules: {error}"
+        raise PolicyError(msg) from None
+    msg = f"{shown} is an op of PyTorch's, so a policy rules it: policy.override({{{shown!r}: {str(cast_policy)!r}}})."
+    raise PolicyError(msg)
 
 
 def _takes_self(attribute: object) -> bool:

@@ -10,7 +10,8 @@ This runs at every linear layer, so arguments are looked at as little as can be.
 
 from __future__ import annotations
 
-import weakref
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +19,20 @@ import torch
 from torch import Tensor
 
 from mezzo.torch.active import slot_for
-from mezzo.torch.cache import epoch, forget_native_casts, keeping
+from mezzo.torch.cache import at_region_end, epoch, forget_native_casts, is_plain, keeping
 from mezzo.torch.casting import device_for
 from mezzo.torch.ops import OpSpec
 
 __all__ = ["fresh_arguments", "own_cast", "tensors_in"]
 
 _Note = list[Any]
-"""Of a weight: version, address, dtype of the cast, epoch of the last use, and what removes the note with the weight."""
+"""Of a weight: its version, address, shape and strides, the dtype of the cast, and the epoch in which it was last used."""
 
 _notes: dict[int, _Note] = {}
+"""By the identity of the weight, which nothing else has while PyTorch's cache may hold a cast of it: it is held then."""
 
+# PyTorch's cache is one for all threads, and plain regions in others fill it without a note.
+_threads = threading._active  # type: ignore[attr-defined]
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _region_dtype = torch.get_autocast_dtype
 _cache_enabled = torch.is_autocast_cache_enabled
@@ -62,16 +66,22 @@ def fresh_arguments(  # noqa: C901 - see `fresh` in it
         if device not in lower_on:
             return args
         low = _region_dtype(device)
-        if _is_inference():
+        if _is_inference() or keeping.depth or len(_threads) > 1:
             return _with_own_casts(args, spec.name, device, low)
-        now = epoch.now
+        now, held = epoch.now, epoch.held
         for place, value in enumerate(args[:last]):
             note = _notes.get(id(value))
-            if note is not None and note[2] is low and value.requires_grad:
-                version, address = value._version, value.data_ptr()
-                # What has changed since PyTorch's cache was last empty needs no more than to be written down.
-                if note[3] != now or (note[0] == version and note[1] == address):
-                    note[0], note[1], note[3] = version, address, now
+            if note is not None and note[1] is low and value.requires_grad and value.is_leaf:
+                try:
+                    state = value._version, value.data_ptr(), value.shape, value.stride()
+                except RuntimeError:  # another tensor, without such a state, that got the identity of one that is gone
+                    return None
+                if note[2] != now:
+                    # PyTorch's cache was emptied since, so that this needs no more than to be written down.
+                    note[0], note[2] = state, now
+                    held += value, value.untyped_storage()
+                    continue
+                if note[0] == state:
                     continue
             elif value.__class__ is Tensor and not value.is_leaf:  # an activation
                 continue
@@ -94,7 +104,7 @@ def _own_casts_of(values: Sequence[Any], low: torch.dtype) -> list[Any]:
     new = list(values)
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            if value.dtype is torch.float32 and (value.requires_grad or type(value) is torch.nn.Parameter):
+            if value.dtype is torch.float32 and (value.requires_grad or issubclass(type(value), torch.nn.Parameter)):
                 new[place] = device_for(value.device.type).cast_weight(value, low)
         elif isinstance(value, list | tuple):
             new[place] = _own_casts_of(value, low)
@@ -112,21 +122,15 @@ def _looked_at(value: Any, op: str, low: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or not value.is_leaf or value.dtype is not torch.float32:
         return value
     if not value.requires_grad:
-        return own_cast(value, op, low) if type(value) is torch.nn.Parameter else value
-    if type(value) not in (torch.nn.Parameter, Tensor):
+        return own_cast(value, op, low) if issubclass(type(value), torch.nn.Parameter) else value
+    if value.layout is not torch.strided or value.is_inference() or not is_plain(type(value)):
         return None
     note = _notes.get(id(value))
-    if note is None:
-        if keeping.depth:
-            # A plain region in this block may have had it cast long ago.
-            forget_native_casts()
-        _notes[id(value)] = _new_note(value, low)
-        return value
-    if note[3] == epoch.now:
-        if note[2] is not low:
+    if note is not None and note[2] == epoch.now:
+        if note[1] is not low:
             return own_cast(value, op, low)
         forget_native_casts()
-    note[:4] = value._version, value.data_ptr(), low, epoch.now
+    _write_note(value, low)
     return value
 
 
@@ -152,11 +156,50 @@ def _is_served_natively(op: str, device: str, low: torch.dtype) -> bool:
     return op not in (plan.float16 if low is torch.float16 else plan.bfloat16)
 
 
-def _new_note(value: Tensor, low: torch.dtype) -> _Note:
-    key = id(value)
-    # The note must not keep the weight alive, nor be taken for that of the next tensor with its identity.
-    forget = weakref.ref(value, lambda _: _notes.pop(key, None))
-    return [value._version, value.data_ptr(), low, epoch.now, forget]
+def _write_note(value: Tensor, low: torch.dtype) -> None:
+    _notes[id(value)] = [(value._version, value.data_ptr(), value.shape, value.stride()), low, epoch.now]
+    # Neither its identity nor its address is to be given to another tensor while PyTorch's cache may hold a cast of it.
+    epoch.held += (value, value.untyped_storage())
+    if len(epoch.held) >= _Limit.held:
+        _sweep()
+
+
+class _Limit:
+    """How much is kept before it is looked through.
+
+    Attributes:
+        held: Twice the number of weights that PyTorch's cache may hold.
+        notes: The number of notes.
+    """
+
+    held = 128
+    notes = 1024
+
+
+def _sweep() -> None:
+    """Empty PyTorch's cache if it alone holds some weights, so that they are bounded by those in use."""
+    held = epoch.held
+    if any(_is_forgotten(held[place]) for place in range(0, len(held), 2)):
+        forget_native_casts()
+    _Limit.held = 2 * max(64, len(epoch.held))
+
+
+def _is_forgotten(weight: Any) -> bool:
+    # Held by the list, the argument of this function and that of the call in it, and by the weight's own C++ part, which
+    # the graph of its cast holds.
+    shared = int(weight._use_count() > 1)
+    return sys.getrefcount(weight) <= 4 + shared
+
+
+def _drop_old_notes() -> None:
+    _Limit.held = 128
+    if len(_notes) > _Limit.notes:
+        for key in [key for key, note in list(_notes.items()) if note[2] != epoch.now]:
+            _notes.pop(key, None)
+        _Limit.notes = 2 * max(512, len(_notes))
+
+
+at_region_end.append(_drop_old_notes)
 
 
 # A cast from outside would be a constant in what is written down, or be missed where checkpointing runs the code again.

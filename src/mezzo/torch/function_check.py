@@ -41,7 +41,8 @@ def check_function(
 
     It is run with its tensors in float32 and in the lower precision, together and mixed, as the ops before it may leave
     them, and with the backward pass after the region and in it. Outputs and gradients are held against those in float32
-    without autocast, from the same values.
+    without autocast, from the same values. This is no `torch.autograd.gradcheck`: a ``backward`` that is wrong in float32
+    too passes.
 
     Args:
         function: The `torch.autograd.Function` subclass.

@@ -59,7 +59,8 @@ class InGraph:
         """Enter the region."""
         if not hasattr(self._region, "parts"):
             _break_graph()
-        _enter(self._region, _entry(self._region))
+        asked = getattr(self._region, "_asked", None)  # of a decorator in the code that is traced
+        _enter(self._region, _entry(self._region) if asked is None else _entry_of(*asked))
 
     def __exit__(self, *exc_info: object) -> Literal[False]:
         """Leave it."""
@@ -153,7 +154,31 @@ def _entry(region: autocast) -> Entry:
     to_set += changes(before, scope)
     include()  # the region's token may be one that puts the key on
     found = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device, *_ in to_set]
+    _put_back_after_tracing(found)
     return tuple(to_set), tuple(found), region._cache_enabled, torch.is_autocast_cache_enabled()
+
+
+def _put_back_after_tracing(found: list[tuple[str, bool, torch.dtype]]) -> None:
+    """See to it that tracing ends, or stops where the graph breaks, in the state in which it began.
+
+    Dynamo sets the state while it traces, and afterwards undoes what it set, the last first. It undoes no dtypes. And a
+    region of PyTorch's that is left is not in the row any more, so what a region of mezzo's found in it would stay.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # noqa: PLC0415 - it is Dynamo that asks
+
+    output = InstructionTranslator.current_tx().output
+    at_first = list(output.tracing_context.global_context.global_state.values())
+
+    def put_dtypes_back() -> None:
+        for device, _, dtype in found:
+            torch.set_autocast_dtype(device, dtype)
+
+    def put_first_state_back() -> None:
+        for function, value in at_first:
+            function(value)
+
+    output.add_cleanup_hook(put_dtypes_back)
+    output.cleanup_hooks.insert(0, put_first_state_back)  # the first of the row is called last
 
 
 @_known_while_traced

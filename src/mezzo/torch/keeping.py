@@ -21,7 +21,7 @@ def keep_casts() -> Iterator[None]:
     a weight has changed: every optimizer step drops all, and a change in place, another storage (``p.data = ...``) or
     ``load_state_dict`` is seen at the next use. ``torch.clear_autocast_cache()`` drops them too, and the end of the block.
 
-    Not seen, by PyTorch's design, are writes through ``p.data``, such as ``p.data.add_(1)``: call
+    Not seen, by PyTorch's design, are writes through another tensor on the same memory, such as ``p.data.add_(1)``: call
     ``torch.clear_autocast_cache()`` after them.
 
     It concerns regions of mezzo's whose policy has repairs, which the default one has. A plain ``torch.autocast`` region, or
@@ -47,8 +47,6 @@ def keep_casts() -> Iterator[None]:
     """
     # Regions drop the casts when they are the outermost ones, which they are not in here.
     torch.autocast_increment_nesting()
-    if not keeping.depth:
-        forget_native_casts()
     keeping.depth += 1
     try:
         yield
@@ -56,3 +54,6 @@ def keep_casts() -> Iterator[None]:
         keeping.depth -= 1
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+        else:
+            # A plain region in the block may have had weights cast, of which nothing is written down.
+            forget_native_casts()

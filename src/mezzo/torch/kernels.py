@@ -33,7 +33,7 @@ from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.ops import NUMBERS, OpSpec, autocast_key_name, op_spec, with_tensors
 from mezzo.torch.plans import FUSED_LAYER, Plan, Served, build_plan, native_rules
 from mezzo.torch.probing import Repairer, probe_while_tracing
-from mezzo.torch.repairs import DTYPE_ERRORS, Repair, Run
+from mezzo.torch.repairs import DTYPE_ERRORS, Repair, Run, inside
 from mezzo.torch.switch import KEY, KEY_NAME
 from mezzo.torch.tokens import IN_GRAPH
 from mezzo.torch.watching import make_watching_kernel, repair_of_watched
@@ -128,25 +128,25 @@ def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
         if plan is not None:
             served = (plan.bfloat16 if low_dtype is not float16 else plan.float16).get(name, unplanned)
         action = served.action
+        if served.repair is not None:
+            return _mended(served.repair, run_by(action, keyset, low_dtype), args, kwargs)
+        if action is None:
+            return past_key(keyset, *args, **kwargs)
+        exclude(key, True)
         try:
-            if action is None:
-                return past_key(keyset, *args, **kwargs)
-            exclude(key, True)
-            try:
-                return action(args, kwargs, low_dtype)
-            finally:
-                exclude(key, False)
-        except DTYPE_ERRORS as error:
-            if served.repair is None:
-                raise
-            fault = error
-        return served.repair.mend(fault, again(action, keyset, low_dtype), args, kwargs)
+            return action(args, kwargs, low_dtype)
+        finally:
+            exclude(key, False)
 
     @runs_eagerly
-    def again(action: Action | None, keyset: torch._C.DispatchKeySet, low_dtype: torch.dtype) -> Run:
+    def run_by(action: Action | None, keyset: torch._C.DispatchKeySet, low_dtype: torch.dtype) -> Run:
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if action is None:
-                return past_key(keyset, *args, **kwargs)
+                inside.depth += 1
+                try:
+                    return past_key(keyset, *args, **kwargs)
+                finally:
+                    inside.depth -= 1
             exclude(key, True)
             try:
                 return action(args, kwargs, low_dtype)
@@ -156,6 +156,17 @@ def _make_kernel(spec: OpSpec, device: Device) -> Callable[..., Any]:
         return run
 
     return kernel
+
+
+@runs_eagerly
+def _mended(repair: Repair, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return run(args, kwargs)
+    except DTYPE_ERRORS as error:
+        if inside.depth:
+            raise
+        fault = error
+    return repair.mend(fault, run, args, kwargs)
 
 
 def _repairer(spec: OpSpec, device: Device) -> Repairer:

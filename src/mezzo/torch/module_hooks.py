@@ -125,6 +125,7 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.entries: list[tuple[ModuleHook, list[tuple[autocast, bool]]]] = []
+        self.leaving = False
 
 
 _open = _Open()
@@ -157,12 +158,17 @@ def leave_interrupted_modules() -> None:
 
     It is for whoever hears of the end of a thread's outermost region, just before that restores its own state.
     """
-    if not _open.entries:
+    if not _open.entries or _open.leaving:
         return
     torch.autocast_increment_nesting()
     if torch.autocast_decrement_nesting() == 0:
-        while _open.entries:
-            _leave_last()
+        # To leave one ends a region, which would call this again for the modules around it.
+        _open.leaving = True
+        try:
+            while _open.entries:
+                _leave_last()
+        finally:
+            _open.leaving = False
 
 
 at_region_end.append(leave_interrupted_modules)

@@ -59,6 +59,7 @@ class OpSpec:
         positional_defaults: The defaults of the positional arguments, None where there is none.
         mutates: Whether the op writes into an argument.
         written: Indices of the positional arguments that it writes into.
+        writes_lists: Whether among those are lists of tensors.
         written_keywords: Names of the arguments it writes into that come by keyword only: ``out``.
         state: Indices of the arguments that it updates without its schema saying so; they are never cast.
         takes_numbers: Whether a call of the overload accepts a Python number in the place of a tensor.
@@ -76,6 +77,7 @@ class OpSpec:
     positional_defaults: tuple[Any, ...]
     mutates: bool
     written: tuple[int, ...]
+    writes_lists: bool
     written_keywords: tuple[str, ...]
     state: tuple[int, ...]
     takes_numbers: bool
@@ -158,6 +160,7 @@ def op_spec(name: str) -> OpSpec | None:
         positional_defaults=tuple(a.default_value if a.has_default_value() else None for a in positional),
         mutates=overload._schema.is_mutable,
         written=tuple(i for i, argument in enumerate(positional) if _is_written(argument)),
+        writes_lists=any(_is_written(a) and "List" in str(a.type) for a in positional),
         written_keywords=tuple(a.name for a in arguments if a.kwarg_only and _is_written(a)),
         state=tuple(i for i, argument in enumerate(positional) if argument.name in _STATE_ARGUMENTS),
         takes_numbers=base_name(name).removeprefix("aten::") in _TAKES_NUMBERS,

@@ -88,7 +88,7 @@ def set_precision(model: nn.Module, rules: Mapping[str, PolicyLike | Mapping[str
             ``nn.MultiheadAttention.out_proj`` or an ``nn.ModuleList``. Nothing is then set.
         UnknownPolicyError: A rule is a string that names no policy.
         UnknownOpError: A rule names an op that PyTorch does not have.
-        PolicyError: A rule is none, or cannot be applied to its op.
+        PolicyError: A rule is none, is an empty mapping, or cannot be applied to its op.
         TypeError: ``model`` is no module, or ``rules`` no mapping.
 
     Set it before a compiled model is called for the first time: compiled code does not ask for new hooks. Not to be called
@@ -164,6 +164,11 @@ def _parse(pattern: str, rule: object) -> ModuleRule:
     """Check one rule: the names in it, and that its policy can be put in force on this machine."""
     try:
         if isinstance(rule, Mapping):
+            if not rule:
+                msg = (
+                    "{} names no op, so it would change nothing; write {'softmax': 'fp32'} with the ops that you mean."
+                )
+                raise PolicyError(msg)
             overrides = tuple(resolve_rules(rule, "torch").items())
             active_for(policy_under(overrides, "cpu"), "cpu")
             return overrides
@@ -173,6 +178,7 @@ def _parse(pattern: str, rule: object) -> ModuleRule:
         policy = resolve_policy(rule)  # type: ignore[arg-type]  # it checks
         active_for(policy, "cpu")
     except (PolicyError, UnknownPolicyError, UnknownOpError) as error:
-        msg = f"rule for {pattern!r}: {error}"
+        hint = " Did you mean 'fp32'?" if str(rule) in ("float32", "torch.float32") else ""
+        msg = f"rule for {pattern!r}: {error}{hint}"
         raise type(error)(msg) from None
     return policy

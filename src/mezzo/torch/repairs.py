@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import islice
 from typing import Any
@@ -28,7 +28,7 @@ from mezzo.torch.casting import Device
 from mezzo.torch.ops import OpSpec
 from mezzo.torch.switch import KEY
 
-__all__ = ["DTYPE_ERRORS", "Repair", "concerns_dtypes", "noted_attempts"]
+__all__ = ["DTYPE_ERRORS", "Repair", "concerns_dtypes", "noted_attempts", "inside"]
 
 DTYPE_ERRORS = (RuntimeError, TypeError, ValueError)
 """The types of errors that PyTorch's ops raise over dtypes, among other things."""
@@ -40,6 +40,22 @@ _ABOUT_DTYPES = re.compile(
 )
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Inside(threading.local):
+    """In how many ops that can be repaired a thread is, with the ops inside them coming to mezzo too.
+
+    The outermost op is repaired, not those inside of it: a functional op that writes into a copy of its input would cast to
+    the dtype of that, where the widest dtype is wanted, and a cast below autograd would be missing in the backward pass.
+
+    Attributes:
+        depth: How many.
+    """
+
+    depth = 0
+
+
+inside = _Inside()
 
 
 def concerns_dtypes(error: BaseException) -> bool:
@@ -130,6 +146,15 @@ class Repair:
     def _note(self, number: int) -> None:
         if noted_attempts.numbers is not None:
             noted_attempts.numbers[self._spec.name] = number
+
+    def is_mixed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Say whether the floating tensors among arguments have different dtypes."""
+        return len({tensor.dtype for tensor in self._floating(tuple(args), kwargs)}) > 1
+
+    def through_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call in the widest dtype, on copies of what it writes into."""
+        dtypes = {tensor.dtype for tensor in self._floating(args, kwargs)}
+        return self._through_copies(args, kwargs, _widest({*dtypes, torch.float32}))
 
     def promoted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the arguments with every floating tensor in the widest of their dtypes, if there will be a backward pass."""

@@ -6,8 +6,8 @@ can run. One combination of their flags and dtypes is a token, and stands for th
 compiled under one token is not run under another, and code that enters a region inside of a graph sets the token there.
 
 A token always says what the slots (`mezzo.torch.active`) say, which see to it. Three device types give 26: 18 with the
-switch on (`mezzo.torch.switch`), 8 without. The last of each kind is for all policies that come when the others are given away:
-eager code needs no token, and `mezzo.torch.compiling` refuses to compile there.
+switch on (`mezzo.torch.switch`), 8 without. The last of each kind is for all policies that come when the others are given
+away: eager code needs no token, and `mezzo.torch.compiling` refuses to compile there.
 """
 
 from __future__ import annotations

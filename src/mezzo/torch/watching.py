@@ -9,7 +9,6 @@ They are on the key of `mezzo.torch.switch`, before PyTorch's, and only in regio
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.freshness import fresh_arguments, own_cast, tensors_in
 from mezzo.torch.ops import NUMBERS, OpSpec, with_tensors
 from mezzo.torch.plans import FUSED_LAYER, native_rules
-from mezzo.torch.repairs import DTYPE_ERRORS, Repair
+from mezzo.torch.repairs import DTYPE_ERRORS, Repair, inside
 from mezzo.torch.switch import KEY
 
 Native = Callable[[Sequence[Any], dict[str, Any]], Any]
@@ -56,10 +55,14 @@ def make_watching_kernel(
     if not lower_on and _has_ops_inside(spec):
         return _passing_kernel(spec, call), True
     native = _native(call)
-    if spec.name in tables.promoted_first():
+    if spec.writes_lists:
+        native = _checked_first(spec, call, native)
+    elif spec.name in tables.promoted_first():
         native = _promoted_first(spec, call, native)
     elif lower_on:
         return _weights_kernel(spec, call, native, fresh_arguments(spec, lower_on)), False
+    else:
+        return _short_kernel(spec, call, native), False
 
     @runs_eagerly
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +85,23 @@ def _native(call: Callable[..., Any]) -> Native:
             _include(KEY, True)
 
     return native
+
+
+def _short_kernel(spec: OpSpec, call: Callable[..., Any], native: Native) -> Callable[..., Any]:
+    # What `native` does, without a call in between: among these ops is layer_norm.
+    @runs_eagerly
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        try:
+            _include(KEY, False)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                _include(KEY, True)
+        except DTYPE_ERRORS as error:
+            fault = error
+        return _mend(fault, spec, call, native, args, kwargs)
+
+    return kernel
 
 
 def _weights_kernel(
@@ -118,6 +138,20 @@ def _without_cache(native: Native, args: Sequence[Any], kwargs: dict[str, Any]) 
         torch.set_autocast_cache_enabled(True)
 
 
+def _checked_first(spec: OpSpec, call: Callable[..., Any], native: Native) -> Native:
+    """Make the call of an op that writes into lists: where it fails, it has written into some tensors already."""
+
+    def checked_first(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        device = _device_of(args, kwargs)
+        if device is not None and not inside.depth and slot_for(device).current().policy.repairs:
+            repair = Repair(spec, device_for(device), call)
+            if repair.is_mixed(args, kwargs):
+                return repair.through_copies(tuple(args), kwargs)
+        return native(args, kwargs)
+
+    return checked_first
+
+
 def _promoted_first(spec: OpSpec, call: Callable[..., Any], native: Native) -> Native:
     def promoted_first(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = _device_of(args, kwargs)
@@ -141,19 +175,6 @@ def _has_ops_inside(spec: OpSpec) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, "CompositeImplicitAutograd"))
 
 
-class _Composite(threading.local):
-    """How many composite ops a thread is in.
-
-    The outermost op is repaired, not those inside of it: a functional op that writes into a copy of its input would cast to
-    the dtype of that, where the widest dtype is wanted.
-    """
-
-    depth = 0
-
-
-_composite = _Composite()
-
-
 def _passing_kernel(spec: OpSpec, call: Callable[..., Any]) -> Callable[..., Any]:
     """Make the kernel of a composite op: the ops inside it come through the key too."""
     redispatch, after = spec.overload.redispatch, torch._C._dispatch_keyset_full_after(KEY)
@@ -161,11 +182,11 @@ def _passing_kernel(spec: OpSpec, call: Callable[..., Any]) -> Callable[..., Any
     @runs_eagerly
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         def passed_on(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            _composite.depth += 1
+            inside.depth += 1
             try:
                 return redispatch(keyset & after, *args, **kwargs)
             finally:
-                _composite.depth -= 1
+                inside.depth -= 1
 
         try:
             return passed_on(args, kwargs)
@@ -216,7 +237,7 @@ def _mend(
         except DTYPE_ERRORS as error:
             fault = error
     device = _device_of(args, kwargs)
-    if _composite.depth or device is None or not slot_for(device).current().policy.repairs:
+    if inside.depth or device is None or not slot_for(device).current().policy.repairs:
         raise fault
     return Repair(spec, device_for(device), call).mend(fault, native, args, kwargs)
 
@@ -226,7 +247,7 @@ def repair_of_watched(
 ) -> tuple[Repair, CastPolicy | None] | None:
     """Give what would repair a call, and the rule by which PyTorch runs it; None if nothing would."""
     device = _device_of(args, kwargs)
-    if _composite.depth or device is None or not slot_for(device).current().policy.repairs:
+    if inside.depth or device is None or not slot_for(device).current().policy.repairs:
         return None
     return Repair(spec, device_for(device), call), native_rules(device).get(spec.name)
 
