@@ -104,7 +104,6 @@ def _inference_work(case: Case, side: Side) -> Work:
     """Ten regions in a row, as a server has them; on mezzo's side in one `keep_casts`."""
     model, inputs = _encoder(1, 1)
     model.eval()
-    torch.backends.mha.set_fastpath_enabled(case.subject != "slow-path")
     if side == "mezzo":
         from mezzo.torch import keep_casts
 
@@ -113,10 +112,15 @@ def _inference_work(case: Case, side: Side) -> Work:
         region, around = _torch_region(), nullcontext
 
     def ten() -> Tensor:
-        with torch.no_grad(), around():
-            for _ in range(10):
-                with region():
-                    output = model(inputs)
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(case.subject != "slow-path")
+        try:
+            with torch.no_grad(), around():
+                for _ in range(10):
+                    with region():
+                        output = model(inputs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
         return output
 
     def loop(count: int) -> None:

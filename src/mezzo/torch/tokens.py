@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -114,7 +113,6 @@ _Content = frozenset[tuple[str, "Policy", bool]]
 
 _by_content: dict[_Content, Scope] = {frozenset(): _EMPTY}
 _by_token: dict[Token, Scope] = {(): _EMPTY}
-_remembered: deque[dict[Scope, Step]] = deque(maxlen=1024)
 _lock = threading.RLock()
 
 
@@ -203,8 +201,6 @@ def step_to(before: Scope, device_type: str, active: Active) -> Step:
     step = (after, _moves(before, after), _moves(after, before))
     # Scopes without a token of their own come without end.
     if before.has_own:
-        if not active.steps:
-            _remembered.append(active.steps)
         active.steps[before] = step
     return step
 
@@ -214,12 +210,11 @@ def start_over() -> None:
 
     No region may be open in any thread, and no code that has been compiled may be run any more.
     """
+    global _EMPTY  # noqa: PLW0603 - what has been remembered about the old one is never asked for again
     with _lock:
         _by_content.clear()
         _by_token.clear()
-        for steps in _remembered:
-            steps.clear()
-        _remembered.clear()
+        _EMPTY = _Thread.scope = THREAD.scope = Scope({}, ())
         _by_content[frozenset()] = _by_token[()] = _EMPTY
         for watched, tokens in _TOKENS.items():
             _left[watched][:] = tokens
