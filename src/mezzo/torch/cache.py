@@ -113,17 +113,23 @@ class _Epoch:
 
     Attributes:
         now: The count.
-        held: The storages of the weights that it may hold casts of, so that their addresses are not given to others.
+        held: The weights that it may hold casts of, and their storages, so that neither identity nor address is given to
+            others.
+        after_use: What is called when it has been emptied and something was held.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held: list[object] = []
+        self.after_use: list[Callable[[], None]] = []
 
     def end(self) -> None:
         """Begin to count anew."""
         self.now += 1
-        self.held.clear()
+        if self.held:
+            self.held.clear()
+            for call in self.after_use:
+                call()
 
 
 class _Keeping(threading.local):

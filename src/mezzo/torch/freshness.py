@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mezzo.torch.active import slot_for
-from mezzo.torch.cache import at_region_end, epoch, forget_native_casts, is_plain, keeping
+from mezzo.torch.cache import epoch, forget_native_casts, is_plain, keeping
 from mezzo.torch.casting import device_for
 from mezzo.torch.ops import OpSpec
 
@@ -194,12 +194,12 @@ def _is_forgotten(weight: Any) -> bool:
 def _drop_old_notes() -> None:
     _Limit.held = 128
     if len(_notes) > _Limit.notes:
-        for key in [key for key, note in list(_notes.items()) if note[2] != epoch.now]:
+        for key in [key for key, note in list(_notes.items()) if note[2] < epoch.now - 1]:
             _notes.pop(key, None)
         _Limit.notes = 2 * max(512, len(_notes))
 
 
-at_region_end.append(_drop_old_notes)
+epoch.after_use.append(_drop_old_notes)
 
 
 # A cast from outside would be a constant in what is written down, or be missed where checkpointing runs the code again.

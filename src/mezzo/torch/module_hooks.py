@@ -79,6 +79,8 @@ class ModuleHook:
             self._enter_in_graph(rule, devices)
         elif devices:
             regions = [_region(rule, device) for device in devices]
+            if leave_interrupted_modules not in at_region_end:
+                at_region_end.append(leave_interrupted_modules)
             _open.entries.append((self, [(region, _enter(region)) for region in regions]))
         if not devices:
             return None
@@ -169,9 +171,6 @@ def leave_interrupted_modules() -> None:
                 _leave_last()
         finally:
             _open.leaving = False
-
-
-at_region_end.append(leave_interrupted_modules)
 
 
 def hook_of(module: nn.Module) -> ModuleHook | None:
