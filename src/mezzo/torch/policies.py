@@ -178,7 +178,10 @@ def region_default(slot: Slot) -> Active:
     if slot.active is not None:
         return slot.active
     policy = _default
-    return active_for("default" if policy is None else policy, slot.device_type)
+    if policy is None:
+        # A region may be entered at every step, so this is a look-up and no more.
+        return _by_name.get(("default", slot.device_type)) or active_for("default", slot.device_type)
+    return active_for(policy, slot.device_type)
 
 
 def _in_plain_regions(policy: Policy, device_type: str) -> Active:
