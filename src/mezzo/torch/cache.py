@@ -40,6 +40,7 @@ __all__ = [
     "keep_in_step",
     "keeping",
     "kept_casts",
+    "times_kept",
 ]
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
@@ -161,6 +162,12 @@ _modes = torch._C._len_torch_dispatch_stack
 def casts_of_thread() -> list[Tensor]:
     """Give the casts that the calling thread keeps."""
     return [entry[2] for casts in _thread.casts.values() for entry in casts.values()]
+
+
+def times_kept(weight: Tensor) -> int:
+    """Count the casts that the calling thread keeps of a weight, each of which holds it."""
+    entries = (casts.get(id(weight)) for casts in _thread.all_casts)
+    return sum(entry is not None and entry[0] is weight for entry in entries)
 
 
 def kept_casts(target: torch.dtype) -> dict[int, Entry] | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mezzo.torch.active import slot_for
-from mezzo.torch.cache import epoch, forget_native_casts, is_plain, keeping
+from mezzo.torch.cache import epoch, forget_native_casts, is_plain, keeping, times_kept
 from mezzo.torch.casting import device_for
 from mezzo.torch.ops import OpSpec
 
@@ -186,9 +186,9 @@ def _sweep() -> None:
 
 def _is_forgotten(weight: Any) -> bool:
     # Held by the list, the argument of this function and that of the call in it, and by the weight's own C++ part, which
-    # the graph of its cast holds.
+    # the graph of its cast holds; and by mezzo's own casts, where its kernels do the work of PyTorch's.
     shared = int(weight._use_count() > 1)
-    return sys.getrefcount(weight) <= 4 + shared
+    return sys.getrefcount(weight) <= 4 + shared + times_kept(weight)
 
 
 def _drop_old_notes() -> None:
