@@ -1,1 +1,1 @@
-"""Paired timings of mezzo against PyTorch's own autocast: ``python -m benchmarks``, from the root."""
+"""Paired timings of mezzo against PyTorch's own autocast and scaler: ``python -m benchmarks``, from the root."""

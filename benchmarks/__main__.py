@@ -13,13 +13,12 @@ from rich.console import Console
 
 from benchmarks.cases import Case, select
 from benchmarks.rounds import QUICK, ROOT, Plan, WorkerFailedError, measure
-from benchmarks.table import Row, describe_machine, markdown, rich_table, to_row
+from benchmarks.table import AUTOCAST, SCALER, Page, Row, describe_machine, markdown, page_of, rich_table, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RESULTS = ROOT / "benchmarks" / "results"
-STEM = "autocast-cpu"
 
 # A narrower table would break its numbers; a pipe has no width of its own.
 MINIMAL_WIDTH = 170
@@ -41,18 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     console = console if console.width >= MINIMAL_WIDTH else Console(width=MINIMAL_WIDTH)
     rows, failures = _measure_all(cases, plan, console)
-    machine = describe_machine(rows, plan)
-    if rows:
-        console.print(rich_table(rows, machine))
-    target = _target(options)
-    if rows and target is not None:
-        _write(rows, machine, target)
-        console.print(f"Written to {target / STEM}.md and .json")
+    for page in (AUTOCAST, SCALER):
+        if on_page := [row for row in rows if page_of(row.case) is page]:
+            _show(on_page, plan, page, console, _target(options))
     return 1 if failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time mezzo against torch.autocast.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time mezzo against PyTorch.")
     parser.add_argument("--quick", action="store_true", help="a few short rounds: a smoke test, not a measurement")
     parser.add_argument(
         "--case",
@@ -103,11 +98,16 @@ def _target(options: argparse.Namespace) -> Path | None:
     return None if options.quick or options.case else RESULTS
 
 
-def _write(rows: Sequence[Row], machine: dict[str, object], target: Path) -> None:
+def _show(rows: Sequence[Row], plan: Plan, page: Page, console: Console, target: Path | None) -> None:
+    machine = describe_machine(rows, plan)
+    console.print(rich_table(rows, machine, page))
+    if target is None:
+        return
     target.mkdir(parents=True, exist_ok=True)
     record = {"machine": machine, "rows": [row.record() for row in rows]}
-    (target / f"{STEM}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (target / f"{STEM}.md").write_text(markdown(rows, machine), encoding="utf-8")
+    (target / f"{page.stem}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (target / f"{page.stem}.md").write_text(markdown(rows, machine, page), encoding="utf-8")
+    console.print(f"Written to {target / page.stem}.md and .json")
 
 
 if __name__ == "__main__":

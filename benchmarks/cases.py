@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "inference", "op", "rule", "enter"]
+Workload = Literal["model", "inference", "op", "rule", "enter", "scaler"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
 OP_BOUND = 5e-6
 CONVOLUTION_BOUND = 12e-6
 ENTER_BOUND = 2.0
+SCALER_BOUND = 1.05
 # At least 1.4 times faster.
 KEPT_BOUND = 1 / 1.4
 
@@ -29,11 +30,13 @@ class Case:
         name: What ``--case`` selects, by the whole name or by its first words.
         title: What the table shows.
         workload: Which kind of work, see ``benchmarks.workloads``.
-        subject: The model, the op, or the way of entering.
+        subject: The model, the op, the way of entering, or the parameters that are stepped.
         policy: The policy of mezzo's region.
         kind: Whether mezzo's time is divided by PyTorch's or PyTorch's is taken from it.
         bound: The promise, in the unit of ``kind`` (differences in seconds); None for information only.
         registers_first: Whether mezzo's process registers kernels before it is measured.
+        together: Whether all sides take turns in one process, on the same tensors. Kernels are registered for a whole
+            process, so that what autocasts cannot; a scaler can, and nothing but the scaler differs then.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Case:
     kind: Kind
     bound: float | None
     registers_first: bool = False
+    together: bool = False
 
 
 _MODELS = {
@@ -60,6 +64,14 @@ _CHANGED_OPS = ("softmax", "layer_norm", "sum", "exp", "mv")
 
 # Ops that PyTorch lists as low and "fp32" lifts.
 _LIFTED_OPS = ("mm", "linear", "conv2d")
+
+_STEPS = {
+    "small-unscale": "300 x 1,000 elements, SGD (foreach): unscale_, step, update",
+    "small-step": "300 x 1,000 elements, SGD (foreach): step, update",
+    "small-fused": "300 x 1,000 elements, Adam (fused): step, update",
+    "large-unscale": "10 x 10,000,000 elements, SGD (foreach): unscale_, step, update",
+    "large-step": "10 x 10,000,000 elements, SGD (foreach): step, update",
+}
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
 _POLICIES: tuple[str | None, ...] = (None, "torch", "unified")
@@ -159,7 +171,14 @@ def _enter_cases() -> list[Case]:
     ]
 
 
-CASES: tuple[Case, ...] = (*_model_cases(), *_inference_cases(), *_op_cases(), *_enter_cases())
+def _scaler_cases() -> list[Case]:
+    return [
+        Case(f"scaler-{subject}", title, "scaler", subject, None, "ratio", SCALER_BOUND, together=True)
+        for subject, title in _STEPS.items()
+    ]
+
+
+CASES: tuple[Case, ...] = (*_model_cases(), *_inference_cases(), *_op_cases(), *_enter_cases(), *_scaler_cases())
 
 
 def select(names: Sequence[str]) -> list[Case]:

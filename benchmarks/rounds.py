@@ -110,9 +110,9 @@ class Worker:
             raise WorkerFailedError(self.side, f"raised\n{answer['error']}")
         return answer
 
-    def run(self, iterations: int) -> float:
-        """Seconds that ``iterations`` iterations took."""
-        self.tell({"run": iterations})
+    def run(self, iterations: int, side: Side | None = None) -> float:
+        """Seconds that ``iterations`` iterations took; of which side, where the process plays several."""
+        self.tell({"run": iterations, "side": side or self.side})
         return float(self.hear()["seconds"])
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ def measure(case: Case, plan: Plan) -> Measurement:
     """Measure one case in fresh processes, ``plan.process_sets`` times over."""
     result = Measurement()
     for _ in range(plan.process_sets):
-        with _workers() as workers:
+        with _workers(together=case.together) as workers:
             _prepare(workers, case, plan, result)
             iterations, turn = _calibrate(workers["torch"], plan.seconds)
             count = plan.warmup + plan.rounds_for(turn)
@@ -142,20 +142,28 @@ def measure(case: Case, plan: Plan) -> Measurement:
 
 
 @contextmanager
-def _workers() -> Iterator[dict[Side, Worker]]:
+def _workers(*, together: bool) -> Iterator[dict[Side, Worker]]:
+    """Start a process for each side, or one that plays them all."""
     with ExitStack() as stack:
         workers: dict[Side, Worker] = {}
         for side in SIDES:
-            workers[side] = Worker(side)
-            stack.callback(workers[side].close)
+            if not together or not workers:
+                workers[side] = Worker(side)
+                stack.callback(workers[side].close)
+            else:
+                workers[side] = workers[SIDES[0]]
         yield workers
 
 
 def _prepare(workers: dict[Side, Worker], case: Case, plan: Plan, result: Measurement) -> None:
-    """Let all sides build at once, and make sure that they will do the same work."""
+    """Let all sides build, at once where they can, and make sure that they will do the same work."""
+    answers = {}
     for side, worker in workers.items():
         worker.tell({"case": case.name, "side": side, "clock": plan.clock})
-    answers = {side: worker.hear() for side, worker in workers.items()}
+        if case.together:
+            answers[side] = worker.hear()
+    if not case.together:
+        answers = {side: worker.hear() for side, worker in workers.items()}
     dtype, value = answers["torch"]["probe"]
     for side, answer in answers.items():
         other_dtype, other_value = answer["probe"]
@@ -169,13 +177,13 @@ def _prepare(workers: dict[Side, Worker], case: Case, plan: Plan, result: Measur
 def _calibrate(worker: Worker, target: float) -> tuple[int, float]:
     """How many iterations make a turn of about ``target`` seconds, and what that turn will take."""
     iterations = 1
-    worker.run(iterations)
-    while (seconds := worker.run(iterations)) < 0.5 * target:
+    worker.run(iterations, "torch")
+    while (seconds := worker.run(iterations, "torch")) < 0.5 * target:
         iterations = max(iterations + 1, next_iterations(seconds, iterations, target))
     chosen = next_iterations(seconds, iterations, target)
     return chosen, seconds / iterations * chosen
 
 
 def _round(workers: dict[Side, Worker], index: int, iterations: int) -> Round:
-    seconds = {side: workers[side].run(iterations) / iterations for side in turns(index)}
+    seconds = {side: workers[side].run(iterations, side) / iterations for side in turns(index)}
     return Round(seconds["mezzo"], seconds["torch"], seconds["control"])

@@ -21,6 +21,47 @@ if TYPE_CHECKING:
 
 COLUMNS = ("case", "mezzo", "torch", "ratio or difference", "control", "bound", "verdict")
 
+
+@dataclass(frozen=True)
+class Page:
+    """A table of its own, and the file that it goes to.
+
+    Attributes:
+        stem: The file's name without its ending.
+        title: The heading.
+        notes: How it was measured, in lines of Markdown.
+    """
+
+    stem: str
+    title: str
+    notes: tuple[str, ...]
+
+
+AUTOCAST = Page(
+    "autocast-cpu",
+    "mezzo against torch.autocast",
+    (
+        "Medians over paired rounds, with 95% bootstrap intervals. Each side runs in a process of its own",
+        "and only one computes at a time; the control is a second PyTorch process held against the first.",
+    ),
+)
+SCALER = Page(
+    "scaler-cpu",
+    "mezzo.torch.GradScaler against torch.amp.GradScaler",
+    (
+        "Medians over paired rounds, with 95% bootstrap intervals. All sides take turns in one process, on the",
+        "same parameters and gradients; the control is a second scaler of PyTorch's held against the first.",
+        "Before each iteration, outside of the timed part, every gradient is filled with 1.5 times the scale, which",
+        "never moves. The optimizer's own work is part of what is timed.",
+    ),
+)
+
+
+def page_of(case: Case) -> Page:
+    """The page that a case is a row of."""
+    return SCALER if case.workload == "scaler" else AUTOCAST
+
+
 _STYLES: dict[Verdict, str] = {
     "met": "green",
     "not met": "bold red",
@@ -128,9 +169,9 @@ def format_bound(bound: float | None, kind: Kind) -> str:
     return f"{bound:g}" if kind == "ratio" else f"{bound * 1e6:g} us"
 
 
-def rich_table(rows: Sequence[Row], machine: dict[str, Any]) -> Table:
+def rich_table(rows: Sequence[Row], machine: dict[str, Any], page: Page) -> Table:
     """The rows for a terminal."""
-    table = Table(title="mezzo against torch.autocast", caption=_caption(machine), show_lines=False)
+    table = Table(title=page.title, caption=_caption(machine), show_lines=False)
     for column in COLUMNS:
         table.add_column(column, no_wrap=column != "case", justify="left" if column == "case" else "right")
     for row in rows:
@@ -139,15 +180,14 @@ def rich_table(rows: Sequence[Row], machine: dict[str, Any]) -> Table:
     return table
 
 
-def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
+def markdown(rows: Sequence[Row], machine: dict[str, Any], page: Page) -> str:
     """The rows as a Markdown page."""
     lines = [
-        "# mezzo against torch.autocast",
+        f"# {page.title}",
         "",
         _caption(machine) + ".",
         "",
-        "Medians over paired rounds, with 95% bootstrap intervals. Each side runs in a process of its own",
-        "and only one computes at a time; the control is a second PyTorch process held against the first.",
+        *page.notes,
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + " --- |" * len(COLUMNS),

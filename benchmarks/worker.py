@@ -1,7 +1,8 @@
-"""The process that plays one side: reads one JSON request per line, answers one JSON line to each.
+"""The process that plays one side, or all: reads one JSON request per line, answers one JSON line to each.
 
-Requests are ``{"case": name, "side": side, "clock": clock}``, once, then ``{"run": iterations}`` any number
-of times, answered by ``{"seconds": s}``; the end of the input ends the process.
+Requests are ``{"case": name, "side": side, "clock": clock}``, once for each side that it plays, then
+``{"run": iterations, "side": side}`` any number of times, answered by ``{"seconds": s}``; the end of the input ends
+the process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from benchmarks.workloads import Work
 
 THREADS = 1
 
@@ -46,7 +49,7 @@ def _claim_output() -> TextIO:
 def _answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     if "case" in request:
         return _prepare(request, state)
-    return {"seconds": _timed(state["work"].loop, request["run"], state["clock"])}
+    return {"seconds": _timed(state[request["side"]], request["run"], state["clock"])}
 
 
 def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -57,20 +60,30 @@ def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(THREADS)
     state["clock"] = _CLOCKS[request["clock"]]
-    state["work"] = build(case_named(request["case"]), request["side"])
-    probe = state["work"].probe()
-    if request["side"] != "mezzo" and "mezzo" in sys.modules:
+    case, side = case_named(request["case"]), request["side"]
+    state[side] = build(case, side)
+    probe = state[side].probe()
+    if side != "mezzo" and "mezzo" in sys.modules and not case.together:
         message = "the PyTorch side has mezzo loaded; its timings would not be PyTorch's own."
         raise RuntimeError(message)
     return {"probe": probe, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def _timed(loop: Callable[[int], None], iterations: int, clock: Callable[[], float]) -> float:
+def _timed(work: Work, iterations: int, clock: Callable[[], float]) -> float:
     # The collector stays on, as it is for users: objects that a side allocates are part of its cost. Only
     # what earlier rounds left behind is not.
     gc.collect()
+    if work.between is not None:
+        return sum(_once(work.loop, work.between, clock) for _ in range(iterations))
     start = clock()
-    loop(iterations)
+    work.loop(iterations)
+    return clock() - start
+
+
+def _once(loop: Callable[[int], None], between: Callable[[], None], clock: Callable[[], float]) -> float:
+    between()
+    start = clock()
+    loop(1)
     return clock() - start
 
 

@@ -9,25 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.calls import LOW, OPS, RULES, Call
+from benchmarks.steps import scaler_work
+from benchmarks.work import Work, describe
 
 if TYPE_CHECKING:
     from benchmarks.cases import Case
     from benchmarks.pairing import Side
 
 Region = Callable[[], AbstractContextManager[Any]]
-
-
-class Work(NamedTuple):
-    """``loop(n)`` does the work n times; ``probe()`` once, and describes the result as dtype and value."""
-
-    loop: Callable[[int], None]
-    probe: Callable[[], tuple[str, float]]
 
 
 def build(case: Case, side: Side) -> Work:
@@ -39,6 +34,7 @@ def build(case: Case, side: Side) -> Work:
         "op": _op_work,
         "rule": _rule_work,
         "enter": _enter_work,
+        "scaler": scaler_work,
     }
     return builders[case.workload](case, side)
 
@@ -51,10 +47,6 @@ def _mezzo_region(policy: str | None) -> Region:
 
 def _torch_region() -> Region:
     return lambda: torch.autocast("cpu", dtype=LOW)
-
-
-def _describe(result: Tensor) -> tuple[str, float]:
-    return str(result.dtype), float(result.detach().double().square().mean())
 
 
 def _blocks() -> tuple[nn.Module, Tensor]:
@@ -95,7 +87,7 @@ def _model_work(case: Case, side: Side) -> Work:
     def probe() -> tuple[str, float]:
         loop(1)
         gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-        return _describe(torch.cat(gradients))
+        return describe(torch.cat(gradients))
 
     return Work(loop, probe)
 
@@ -127,7 +119,7 @@ def _inference_work(case: Case, side: Side) -> Work:
         for _ in repeat(None, count):
             ten()
 
-    return Work(loop, lambda: _describe(ten()))
+    return Work(loop, lambda: describe(ten()))
 
 
 def _served_by_mezzo(policy: str | None) -> Region:
@@ -175,7 +167,7 @@ def _call_work(call: Call, region: Region) -> Work:
 
     def probe() -> tuple[str, float]:
         with region():
-            return _describe(call())
+            return describe(call())
 
     return Work(loop, probe)
 

@@ -18,15 +18,20 @@ from .errors import (
     DeviceError,
     DtypeError,
     MezzoError,
+    NonFiniteNormError,
     PolicyError,
     PolicyFileError,
     RegionError,
+    ScalerProtocolError,
+    ScalingError,
+    SkippedStepsError,
     UnknownOpError,
     UnknownPolicyError,
 )
 from .explanation import Explanation, OpExplanation
 from .policy import Policy
 from .rules import ByDtype
+from .scaling import LossScaling, ScaleState, Verdict
 
 __version__ = _version("mezzo")
 
@@ -39,13 +44,20 @@ __all__ = [
     "input_dtypes",
     "Explanation",
     "OpExplanation",
+    "LossScaling",
+    "ScaleState",
+    "Verdict",
     "MezzoError",
     "BannedOpError",
     "DeviceError",
     "DtypeError",
+    "NonFiniteNormError",
     "PolicyError",
     "PolicyFileError",
     "RegionError",
+    "ScalerProtocolError",
+    "ScalingError",
+    "SkippedStepsError",
     "UnknownOpError",
     "UnknownPolicyError",
     "__version__",

@@ -14,9 +14,13 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "MezzoError",
+    "NonFiniteNormError",
     "PolicyError",
     "PolicyFileError",
     "RegionError",
+    "ScalerProtocolError",
+    "ScalingError",
+    "SkippedStepsError",
     "UnknownOpError",
     "UnknownPolicyError",
 ]
@@ -56,6 +60,28 @@ class DtypeError(MezzoError, RuntimeError):
 
 class RegionError(MezzoError, RuntimeError):
     """An autocast region was left that had not been entered."""
+
+
+class ScalingError(MezzoError, ValueError, AssertionError):
+    """Gradient scaling was given a number that it cannot work with.
+
+    It is an ``AssertionError`` too, because that is what PyTorch raises for the same numbers.
+    """
+
+
+class ScalerProtocolError(MezzoError, RuntimeError, AssertionError):
+    """The methods of a gradient scaler were called in an order that has no meaning.
+
+    It is an ``AssertionError`` too, because that is what PyTorch raises for some of these orders.
+    """
+
+
+class SkippedStepsError(MezzoError, RuntimeError):
+    """As many optimizer steps in a row were skipped for non-finite gradients as the scaler was told to allow."""
+
+
+class NonFiniteNormError(MezzoError, RuntimeError):
+    """Gradients were to be clipped whose norm is not finite, and the caller had asked for an error."""
 
 
 def near(name: str, known: Iterable[str], *, count: int = 3) -> str:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from mezzo import LossScaling, ScaleState, Verdict
     from mezzo.builtin import PolicyLike
 
 __all__ = ["MATRIX", "OTHER_LOW", "Backend", "Region", "product_dtype", "softmax_dtype"]
@@ -82,6 +83,18 @@ class Backend(Protocol):
 
     def is_enabled(self) -> bool:
         """Say whether this thread is in an enabled region."""
+        ...
+
+    def scales(
+        self, numbers: LossScaling, verdicts: Sequence[Verdict], *, start: ScaleState | None = None
+    ) -> list[tuple[float, int]]:
+        """Drive the framework's scaler through gradients that earn each verdict; give (scale, growth tracker) after each.
+
+        Args:
+            numbers: What the scaler is made with.
+            verdicts: One for each iteration.
+            start: What a checkpoint says that is loaded first; None starts afresh.
+        """
         ...
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import mezzo.torch
+from mezzo import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mezzo import LossScaling, ScaleState
     from mezzo.builtin import PolicyLike
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchBackend", "drive_scaler"]
+
+INF, NAN = float("inf"), float("nan")
+SLOPES = {Verdict.FINITE: [1.0, 1.0, 1.0], Verdict.INF: [1.0, INF, NAN], Verdict.NAN: [1.0, NAN, 1.0]}
+"""The gradients before scaling that earn each verdict."""
 
 
 class TorchBackend:
@@ -60,3 +67,28 @@ class TorchBackend:
 
     def is_enabled(self) -> bool:
         return torch.is_autocast_enabled("cpu")
+
+    def scales(
+        self, numbers: LossScaling, verdicts: Sequence[Verdict], *, start: ScaleState | None = None
+    ) -> list[tuple[float, int]]:
+        scaler = mezzo.torch.GradScaler("cpu", **dataclasses.asdict(numbers))
+        return drive_scaler(scaler, verdicts, start=start)
+
+
+def drive_scaler(
+    scaler: torch.amp.GradScaler, verdicts: Sequence[Verdict], *, start: ScaleState | None = None
+) -> list[tuple[float, int]]:
+    """Train one parameter whose gradients earn each verdict; give (scale, growth tracker) after each update."""
+    if start is not None:
+        checkpoint = {"scale": start.scale, "_growth_tracker": start.growth_tracker}
+        scaler.load_state_dict({**scaler.state_dict(), **checkpoint})
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    reached = []
+    for verdict in verdicts:
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.tensor(SLOPES[verdict])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        reached.append((scaler.get_scale(), scaler._get_growth_tracker()))
+    return reached

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from mezzo.demo import RunResult, run_demo
+from mezzo.demo.emulation import SLOW
 from mezzo.demo.job import JSON_NAME, PLOT_NAME
 from mezzo.demo.models import MODELS
 from mezzo.demo.results import PRECISIONS
@@ -44,20 +45,43 @@ def test_losses_fall_and_accuracies_beat_guessing(finished):
         assert 0.5 < run.test_accuracy <= 1
 
 
-def test_bfloat16_learns_what_float32_learns(finished):
-    """Same weights, same order: losses within 5%, accuracies within 5 of the 100 test samples."""
-    _, results, _, _ = finished
-    for plain, mixed in zip(results[::2], results[1::2], strict=True):
-        assert mixed.train_losses == pytest.approx(plain.train_losses, rel=0.05)
-        assert mixed.test_accuracy == pytest.approx(plain.test_accuracy, abs=0.05)
-        assert mixed.train_losses != plain.train_losses
+def by_model(results):
+    """The runs of each model, in the order of the precisions."""
+    return zip(*(results[start :: len(PRECISIONS)] for start in range(len(PRECISIONS))), strict=True)
 
 
-def test_bfloat16_needs_less_memory(finished):
+def test_low_precisions_learn_what_float32_learns(finished):
+    """Same weights, same order: losses within 5%, accuracies within 5 of the 100 test samples.
+
+    Float16 skips some of the 20 steps and is that much behind: 10% for its losses.
+    """
     _, results, _, _ = finished
-    for plain, mixed in zip(results[::2], results[1::2], strict=True):
-        # Weights, gradients and AdamW's two moments, four bytes each, are the least a step holds.
-        assert 16 * mixed.parameters < mixed.peak_memory_bytes < plain.peak_memory_bytes
+    for plain, *mixed in by_model(results):
+        for run in mixed:
+            tolerance = 0.1 if run.skipped_steps else 0.05
+            assert run.train_losses == pytest.approx(plain.train_losses, rel=tolerance)
+            assert run.test_accuracy == pytest.approx(plain.test_accuracy, abs=0.05)
+            assert run.train_losses != plain.train_losses
+
+
+def test_low_precisions_need_less_memory(finished):
+    _, results, _, _ = finished
+    for plain, *mixed in by_model(results):
+        for run in mixed:
+            # Weights, gradients and AdamW's two moments, four bytes each, are the least a step holds.
+            assert 16 * run.parameters < run.peak_memory_bytes < plain.peak_memory_bytes
+
+
+def test_the_scale_moves_even_in_the_quick_demo(finished):
+    """Up and down: every float16 run grows its scale and skips a step, and no other run has a scale."""
+    _, results, _, _ = finished
+    for plain, brain, half in by_model(results):
+        assert plain.scales == brain.scales == ()
+        assert len(half.scales) == 20
+        assert max(half.scales) > 2**16
+        assert 1 <= len(half.skipped_steps) <= 5
+        for step in half.skipped_steps:
+            assert half.scales[step - 1] == half.scales[step - 2] / 2
 
 
 def test_the_plot_is_a_png_of_some_size(finished):
@@ -66,7 +90,7 @@ def test_the_plot_is_a_png_of_some_size(finished):
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
     assert width > 1000
-    assert height > 400
+    assert height > 800
     assert len(picture) > 20_000
 
 
@@ -91,16 +115,26 @@ def test_the_json_says_how_to_repeat_it(finished):
     assert document["plan"]["seed"] == 0
     assert document["plan"]["epochs"] == 2
     assert document["mezzo"]
+    assert document["float16_cost"] > 0
+    assert document["plan"]["emulate_float16"] == (document["float16_cost"] > SLOW)
 
 
 def test_the_screen_shows_table_progress_and_paths(finished):
     """Complete at 80 columns: nothing cut short, every model and precision, both files."""
     output, _, screen, _ = finished
     assert "…" not in screen
-    for text in ("conv net, bfloat16", "2/2", "speed", "peak,", "casts", "listed ops", "bfloat16 "):
+    for text in ("conv net, bfloat16", "transformer, float16", "2/2", "speed", "peak,", "casts", "skips", "bfloat16 "):
         assert text in screen
     assert str(output / PLOT_NAME) in screen
     assert str(output / JSON_NAME) in screen
+
+
+def test_the_screen_owns_up_to_emulation(finished):
+    """Before the work with the measured cost, and below the table; only where float16 is slow."""
+    _, results, screen, _ = finished
+    emulated = results[-1].emulated
+    assert ("PyTorch's float16 products take" in screen) == emulated
+    assert ("its time is not float16's" in screen) == emulated
 
 
 def test_nothing_global_changes(finished):
@@ -122,7 +156,9 @@ def test_the_demo_takes_the_gpu(tmp_path):
     results = run_demo(tmp_path, quick=True, console=Console(file=io.StringIO()))
     document = json.loads((tmp_path / JSON_NAME).read_text(encoding="utf-8"))
     assert document["device"] == {"type": "cuda", "name": torch.cuda.get_device_name()}
-    for plain, mixed in zip(results[::2], results[1::2], strict=True):
-        assert mixed.train_losses == pytest.approx(plain.train_losses, rel=0.05)
-        assert 16 * mixed.parameters < mixed.peak_memory_bytes
-        assert mixed.ops_by_dtype["bfloat16"] >= 4
+    for plain, *mixed in by_model(results):
+        for run in mixed:
+            assert run.train_losses == pytest.approx(plain.train_losses, rel=0.1 if run.skipped_steps else 0.05)
+            assert 16 * run.parameters < run.peak_memory_bytes
+            assert run.ops_by_dtype[run.precision] >= 4
+            assert not run.emulated

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional
 
-from mezzo.demo.memory import LiveStorages, step_peak_bytes
+from mezzo.demo.memory import ATTEMPTS, LiveStorages, step_peak_bytes
 
 KIBI = 1024
 
@@ -111,6 +112,9 @@ class LinearStep:
         self.weight.grad = None
         functional.linear(self.inputs, self.weight).sum().backward()
 
+    def stepped(self) -> bool:
+        return True
+
     def tensors(self) -> list[torch.Tensor]:
         return [self.inputs, self.weight]
 
@@ -123,3 +127,45 @@ def test_a_training_step_against_the_sum_by_hand():
     inputs, weight, gradient, loss, loss_gradient = 4 * 8, 16 * 8, 16 * 8, 1, 1
     expected = 4 * (inputs + weight + gradient + loss + loss_gradient)
     assert step_peak_bytes(LinearStep, torch.device("cpu")) == expected
+
+
+class SkippingStep(LinearStep):
+    """Skips some calls before each that it makes, as under a gradient scaler; a made one has state of 1 KiB."""
+
+    def __init__(self, skips: list[int]) -> None:
+        super().__init__()
+        self.skips = skips
+        self.made = False
+        self.state: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.made = self.skips[0] == 0
+        if self.made:
+            self.skips.pop(0)
+            self.state = torch.zeros(256) if self.state is None else self.state
+            self.state.add_(kibibyte())
+        else:
+            self.skips[0] -= 1
+
+    def stepped(self) -> bool:
+        return self.made
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), *([] if self.state is None else [self.state])]
+
+
+def test_skipped_steps_are_repeated_until_one_is_made():
+    """The optimizer's state, 1 KiB, and what the update takes, 1 KiB, count whichever calls were skipped.
+
+    They come on top of input, weight and gradient; the loss and its gradient are gone when the update runs.
+    """
+    never = step_peak_bytes(lambda: SkippingStep([0, 0]), torch.device("cpu"))
+    assert never == 4 * (4 * 8 + 2 * 16 * 8) + 2 * KIBI
+    for skips in ([2, 0], [0, 2], [3, 1]):
+        assert step_peak_bytes(lambda skips=skips: SkippingStep(skips), torch.device("cpu")) == never
+
+
+def test_a_step_that_is_always_skipped_is_given_up():
+    with pytest.raises(RuntimeError, match=f"gradients of {ATTEMPTS} steps in a row were not finite"):
+        step_peak_bytes(lambda: SkippingStep([ATTEMPTS]), torch.device("cpu"))

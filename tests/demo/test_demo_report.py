@@ -48,23 +48,39 @@ def test_speed_up_needs_a_float32_run_of_the_same_model():
 
 def test_a_row_holds_the_numbers():
     line = next(line for line in printed([result()], 120).splitlines() if line.startswith("transformer"))
-    cells = ("float32", "0.5000", "98.7%", "6.0", "1.00x", "1234.5", "bfloat16 12, float32 34", "1234")
-    assert line.split(maxsplit=1)[1].replace("  ", " ").replace("  ", " ").strip() == " ".join(cells)
+    cells = ("float32", "0.5000", "98.7%", "6.0", "1.00x", "1234.5", "bfloat16 12, float32 34", "1234", "-")
+    assert " ".join(line.split()[1:]) == " ".join(cells)
+
+
+def test_a_scaled_run_says_how_many_steps_it_skipped():
+    """None skipped is a number too; a dash means that no scaler was there."""
+    for skipped in ((), (2, 3)):
+        text = printed([result(precision="float16", scales=(4.0, 2.0, 1.0), skipped_steps=skipped)], 120)
+        row = next(line for line in text.splitlines() if line.startswith("transformer"))
+        assert row.split()[-1] == str(len(skipped))
+
+
+def test_the_caption_owns_up_to_emulation():
+    """Only where a run was emulated."""
+    advice = "its time is not float16's"
+    assert advice in printed([result(), result(precision="float16", emulated=True)], 80)
+    assert advice not in printed([result(), result(precision="float16")], 80)
 
 
 def test_large_numbers_fit_into_eighty_columns():
     """What a log file gets: wrapped where it must be, cut nowhere."""
-    text = printed([result(seconds=(400.0, 199.9)), result(precision="bfloat16")], 80)
+    scaled = result(precision="float16", scales=(1.0,) * 1000, skipped_steps=tuple(range(1, 556)), emulated=True)
+    text = printed([result(seconds=(400.0, 199.9)), result(precision="bfloat16", test_accuracy=1.0), scaled], 80)
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-    for number in ("599.9", "1234.5", "0.5000", "98.7%", "bfloat16 12", "float32 34", "1234"):
+    for number in ("599.9", "1234.5", "0.5000", "98.7%", "100.0%", "bfloat16 12", "float32 34", "1234", "555", "skips"):
         assert number in text
 
 
 def test_no_listed_op_is_shown_as_a_dash():
     text = printed([result(ops_by_dtype={}, casts=0)], 120)
     row = next(line for line in text.splitlines() if line.startswith("transformer"))
-    assert row.split()[-2:] == ["-", "0"]
+    assert row.split()[-3:] == ["-", "0", "-"]
 
 
 def test_an_unknown_device_is_refused():

@@ -10,7 +10,8 @@ from mezzo.demo.models import MODELS, build
 from mezzo.demo.results import PRECISIONS, Plan
 from mezzo.demo.train import Run
 
-SMALL = Plan(epochs=1, batch_size=40)
+# Emulated, for these tests to take seconds on every processor; the emulation has tests of its own.
+SMALL = Plan(epochs=1, batch_size=40, emulate_float16=True)
 
 
 def train(name, precision, plan, digits):
@@ -35,6 +36,7 @@ def test_the_same_seed_gives_the_same_numbers(name, precision, few_digits):
     assert first.test_accuracy == second.test_accuracy
     assert first.peak_memory_bytes == second.peak_memory_bytes
     assert (first.ops_by_dtype, first.casts) == (second.ops_by_dtype, second.casts)
+    assert (first.scales, first.skipped_steps) == (second.scales, second.skipped_steps)
 
 
 def test_another_seed_gives_other_numbers(few_digits):
@@ -56,35 +58,89 @@ def test_weights_depend_on_the_seed_alone():
     assert not torch.equal(first["position"], other["position"])
 
 
-def test_measuring_leaves_the_training_alone(few_digits):
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_measuring_leaves_the_training_alone(precision, few_digits):
     """Taking the numbers in mid-training, which runs an extra pass, changes nothing that follows."""
-    plan = Plan(epochs=2, batch_size=40)
-    plain = train("conv net", "bfloat16", plan, few_digits).result()
-    interrupted = Run("conv net", few_digits, "bfloat16", plan)
+    plan = Plan(epochs=2, batch_size=40, emulate_float16=True)
+    plain = train("conv net", precision, plan, few_digits).result()
+    interrupted = Run("conv net", few_digits, precision, plan)
     interrupted.train_epoch()
     interrupted.result()
     interrupted.train_epoch()
     assert interrupted.result().train_losses == plain.train_losses
     assert interrupted.result().test_losses == plain.test_losses
+    assert interrupted.result().scales == plain.scales
 
 
-def test_only_the_bfloat16_run_passes_through_autocast(few_digits):
-    plain, mixed = (train("conv net", precision, SMALL, few_digits).result() for precision in PRECISIONS)
+def test_only_the_low_precisions_pass_through_autocast(few_digits):
+    plain, *mixed = (train("conv net", precision, SMALL, few_digits).result() for precision in PRECISIONS)
     assert (plain.ops_by_dtype, plain.casts) == ({}, 0)
-    # Three convolutions and the classifier, each with its weight, its bias and a float32 input to cast.
-    assert mixed.ops_by_dtype["bfloat16"] >= 4
-    assert mixed.casts >= 8
-    assert mixed.peak_memory_bytes < plain.peak_memory_bytes
+    for run in mixed:
+        # Three convolutions and the classifier, each with its weight, its bias and a float32 input to cast.
+        assert run.ops_by_dtype[run.precision] >= 4
+        assert run.casts >= 8
+        assert run.peak_memory_bytes < plain.peak_memory_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_learns_the_digits_in_bfloat16(name):
+def test_float16_takes_the_memory_of_bfloat16_and_the_scaler_s(name, few_digits):
+    """The same widths, so the same bytes; the scaler has a few numbers of its own, the emulation none that count."""
+    brain, half = (Run(name, few_digits, precision, SMALL).result() for precision in ("bfloat16", "float16"))
+    assert brain.peak_memory_bytes <= half.peak_memory_bytes <= brain.peak_memory_bytes + 256
+
+
+def test_only_the_float16_run_scales(few_digits):
+    plain, brain, half = (train("conv net", precision, SMALL, few_digits).result() for precision in PRECISIONS)
+    for run in (plain, brain):
+        assert (run.scales, run.skipped_steps, run.emulated) == ((), (), False)
+    assert half.scales == (2.0**16,) * 3  # 120 digits in batches of 40: too few steps to grow
+    assert half.emulated
+
+
+LIVELY = Plan(epochs=10, batch_size=40, growth_interval=2, emulate_float16=True)
+
+
+@pytest.fixture(scope="module")
+def lively(few_digits):
+    """A float16 run of 30 steps whose scale grows after every second good one."""
+    return train("transformer", "float16", LIVELY, few_digits)
+
+
+def test_the_scale_follows_the_steps(lively):
+    """Doubled after two good steps in a row, halved at each skipped one; and it learns."""
+    result = lively.result()
+    scale, good = 2.0**16, 0
+    assert len(result.scales) == 30
+    for step, after in enumerate(result.scales, start=1):
+        good = 0 if step in result.skipped_steps else good + 1
+        scale = scale / 2 if good == 0 else scale
+        if good == 2:
+            scale, good = 2 * scale, 0
+        assert after == scale, step
+    assert 2 <= len(result.skipped_steps) <= 10
+    assert result.train_losses[-1] < 0.5 * result.train_losses[0]
+
+
+def test_skipped_steps_do_not_advance_the_schedule(lively):
+    """The learning rate is the one-cycle schedule's at the number of steps that were made."""
+    made = 30 - len(lively.result().skipped_steps)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=LIVELY.learning_rate)
+    reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LIVELY.learning_rate, total_steps=30)
+    for _ in range(made):
+        optimizer.step()
+        reference.step()
+    assert lively.learning_rate == pytest.approx(reference.get_last_lr()[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_learns_the_digits_in_low_precision(name, precision):
     """Four epochs on all of the training part reach 96% on the test part; the demo trains longer."""
-    result = train(name, "bfloat16", Plan(epochs=4), load_split(seed=0)).result()
+    result = train(name, precision, Plan(epochs=4, emulate_float16=True), load_split(seed=0)).result()
     assert result.test_accuracy > 0.96
 
 
-@pytest.mark.parametrize("field", ["epochs", "batch_size"])
+@pytest.mark.parametrize("field", ["epochs", "batch_size", "growth_interval"])
 def test_a_plan_without_work_is_refused(field):
     with pytest.raises(ValueError, match=rf"{field}=0; expected a whole number of at least 1"):
         Plan(**{field: 0})

@@ -17,6 +17,19 @@ EXPECTED = {
     "torch_custom_function.py": r"backward of Product runs in torch\.float32 under 'fp32'",
     "torch_policy.py": r"in torch\.float16: x @ x is torch\.float32 with largest value 360000",
     "torch_steer_trainer.py": r"fp32 +last loss \d\.\d{4}; in one step 5 ops in float32",
+    "torch_scaler_typical.py": r"scaling alone leaves float32 training as it is: True",
+    "torch_scaler_clipping.py": r"by the scaler: largest norm in a step 0\.500, .* at most 2%: True",
+    "torch_scaler_accumulation.py": r"inside of accumulate\(\): the other's gradient is off by 0\.\d%",
+    "torch_scaler_penalty.py": r"penalties off by at most 0\.\d\d%, at most 2%: True",
+    "torch_scaler_several_models.py": r"float16, Inf +losses .*; steps made 30 and 29, scale 2048",
+    "torch_scaler_losses.py": r"two scalers: .*; small head off by \d\.\d%, at most 5%: True",
+    "torch_scaler_data_parallel.py": r"(InThreads|DataParallel) +loss 2\.\d+ -> 0\.\d+, output torch\.float16",
+    "torch_scaler_ddp.py": r"same scale, steps and parameters on both: True",
+    "torch_scaler_ddp_devices.py": r"head on (cpu|cuda:1): loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, output torch\.float16",
+    "torch_scaler_custom_functions.py": r"bound times the scale: .*, weight off by \d\.\d%, at most 2%: True",
+    "torch_scaler_custom_optimizer.py": r"SignMomentumOnDevice +loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, 0 host reads",
+    "torch_scaler_watch.py": r"(?s)(\d\d) of 30 steps made, \1 by .* lowered 2 times.*  0\.weight: 4096 NaN, 0 Inf of 4096"
+    r".*5 steps of SGD in a row were skipped .*2\.bias: 10 NaN",
 }
 """Name of the script to a pattern of the line that matters."""
 

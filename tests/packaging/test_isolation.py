@@ -22,7 +22,18 @@ FILES = {
 }
 ADAPTERS = {"torch", "jax", "tensorplay"}
 FRONTS = {"cli", "demo", "__main__"}
-CORE = ("errors", "decision", "tables", "vocabulary", "rules", "explanation", "policy", "builtin", "policy_file")
+CORE = (
+    "errors",
+    "scaling",
+    "decision",
+    "tables",
+    "vocabulary",
+    "rules",
+    "explanation",
+    "policy",
+    "builtin",
+    "policy_file",
+)
 """The parts of the core. At import each needs only those before it; inside a function it may import any."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 PAIRS = {
     "cuda.amp.autocast": (mezzo.torch.cuda.amp.autocast, torch.cuda.amp.autocast),
     "cpu.amp.autocast": (mezzo.torch.cpu.amp.autocast, torch.cpu.amp.autocast),
+    "cuda.amp.GradScaler": (mezzo.torch.cuda.amp.GradScaler, torch.cuda.amp.GradScaler),
+    "cpu.amp.GradScaler": (mezzo.torch.cpu.amp.GradScaler, torch.cpu.amp.GradScaler),
     "cuda.amp.custom_fwd": (mezzo.torch.cuda.amp.custom_fwd, torch.cuda.amp.custom_fwd),
     "cuda.amp.custom_bwd": (mezzo.torch.cuda.amp.custom_bwd, torch.cuda.amp.custom_bwd),
 }
@@ -51,28 +55,31 @@ def test_the_parameters_are_pytorchs(name):
 
 
 def test_the_namespaces_name_what_they_offer():
-    assert set(mezzo.torch.cuda.amp.__all__) == {"autocast", "custom_bwd", "custom_fwd"}
-    assert mezzo.torch.cpu.amp.__all__ == ["autocast"]
+    assert set(mezzo.torch.cuda.amp.__all__) == {"GradScaler", "autocast", "custom_bwd", "custom_fwd"}
+    assert set(mezzo.torch.cpu.amp.__all__) == {"GradScaler", "autocast"}
     assert issubclass(mezzo.torch.cpu.amp.autocast, mezzo.torch.autocast)
     assert issubclass(mezzo.torch.cuda.amp.autocast, mezzo.torch.autocast)
+    assert issubclass(mezzo.torch.cpu.amp.GradScaler, mezzo.torch.GradScaler)
+    assert issubclass(mezzo.torch.cuda.amp.GradScaler, mezzo.torch.GradScaler)
 
 
 # Warnings
 
 
+@pytest.mark.parametrize("name", ["autocast", "GradScaler"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_making_a_region_warns_in_pytorchs_words_under_mezzos_names(device):
-    ours, theirs = PAIRS[f"{device}.amp.autocast"]
+def test_making_one_warns_in_pytorchs_words_under_mezzos_names(device, name):
+    ours, theirs = PAIRS[f"{device}.amp.{name}"]
     texts, files = messages(lambda: ours(enabled=False))
     assert texts == [
         (
-            f"`mezzo.torch.{device}.amp.autocast(args...)` is deprecated. "
-            f"Please use `mezzo.torch.autocast('{device}', args...)` instead."
+            f"`mezzo.torch.{device}.amp.{name}(args...)` is deprecated. "
+            f"Please use `mezzo.torch.{name}('{device}', args...)` instead."
         )
     ]
     assert files == [__file__]
     native, _ = messages(lambda: theirs(enabled=False))
-    assert texts[0].replace("mezzo.torch.autocast", "torch.amp.autocast").replace("mezzo.torch", "torch") == native[0]
+    assert texts[0].replace(f"mezzo.torch.{name}", f"torch.amp.{name}").replace("mezzo.torch", "torch") == native[0]
 
 
 @pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
@@ -139,6 +146,41 @@ def test_it_takes_the_policy_in_force(low):
 def test_it_decorates_and_warns_once_when_made(low):
     decorated = old_region(dtype=low)(lambda: product().dtype)
     assert [decorated(), decorated()] == [low, low]
+
+
+def old_scaler(*args: Any, **kwargs: Any) -> Any:
+    with pytest.warns(FutureWarning, match=DEPRECATED):
+        return mezzo.torch.cpu.amp.GradScaler(*args, **kwargs)
+
+
+def test_the_old_scaler_scales_on_the_cpu_by_the_numbers_given_by_place():
+    scaler = old_scaler(8.0, 3.0, 0.25, 1)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scales = []
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [24.0, 6.0]
+    assert weight.tolist() == [0.5]
+
+
+def test_the_old_scaler_is_pickled_and_copied_under_its_own_name_without_a_warning():
+    scaler = old_scaler(8.0)
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert type(twin) is mezzo.torch.cpu.amp.GradScaler
+        assert twin.get_scale() == 8.0
+    assert not old_scaler(enabled=False).is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_the_old_scaler_of_cuda_without_cuda_is_disabled():
+    with pytest.warns(FutureWarning, match=DEPRECATED), pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = mezzo.torch.cuda.amp.GradScaler()
+    assert not scaler.is_enabled()
 
 
 def make_function(module: Any) -> type[torch.autograd.Function]:

@@ -1,4 +1,4 @@
-"""The main job, `mezzo demo`: real digits, two nets, float32 beside bfloat16, with numbers to compare.
+"""The main job, `mezzo demo`: real digits, two nets, float32 beside bfloat16 and float16, with numbers to compare.
 
 Needs the extra `demo` (PyTorch, scikit-learn, matplotlib, rich).
 """

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+ATTEMPTS = 64
+"""A scale that halves at every skip falls from 2**16 to below any float16 number's inverse in fewer steps."""
+
 
 class LiveStorages(TorchDispatchMode):  # PyTorch's
     """While active, knows how many bytes of tensor storage are alive, and how many were at most.
@@ -75,6 +78,9 @@ class Step(Protocol):
     def __call__(self) -> object:
         """Run the step: forward, loss, backward, optimizer."""
 
+    def stepped(self) -> bool:
+        """Whether the last call changed the weights: a gradient scaler skips the optimizer after an overflow."""
+
     def tensors(self) -> Iterable[torch.Tensor]:
         """What lives between steps: weights, gradients, optimizer state, the batch."""
 
@@ -86,17 +92,33 @@ def step_peak_bytes(make_step: Callable[[], Step], device: torch.device) -> int:
         make_step: Builds the step and everything it owns. It must share no tensor with the rest of the
             program, because on CUDA what is allocated before this call is subtracted.
         device: Where the step runs.
+
+    Returns:
+        Bytes, of a step that was made: those that a gradient scaler skips are repeated.
+
+    Raises:
+        RuntimeError: If 64 steps in a row are skipped.
     """
     gc.collect()
     before: int = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = make_step()
-    step()  # the first step creates the optimizer's state; the second is like all that follow
+    _make(step)  # the first step creates the optimizer's state; the second is like all that follow
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        step()
+        _make(step)
         return int(torch.cuda.max_memory_allocated(device)) - before
     storages = LiveStorages()
     with storages:
         storages.track(step.tensors())
-        step()
+        _make(step)
     return storages.peak_bytes
+
+
+def _make(step: Step) -> None:
+    # A skipped step leaves the optimizer out, and at first its state too: it would count too little.
+    for _ in range(ATTEMPTS):
+        step()
+        if step.stepped():
+            return
+    message = f"The gradients of {ATTEMPTS} steps in a row were not finite, so that no step's memory could be measured."
+    raise RuntimeError(message)

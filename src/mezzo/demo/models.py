@@ -46,7 +46,7 @@ class RowTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Linear(SIDE, width)
         self.position = nn.Parameter(torch.randn(SIDE, width) * 0.02)
-        # Dropout 0: both precisions then see the very same computation, and no random numbers.
+        # Dropout 0: all precisions then see the very same computation, and no random numbers.
         self.encoder = nn.Sequential(
             *(
                 nn.TransformerEncoderLayer(

@@ -1,4 +1,4 @@
-"""The demo's results for people and for programs: a table, a picture, a JSON file."""
+"""The demo's numbers for people and for programs: a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import importlib.metadata
 import json
 import platform
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.table import Table
 
@@ -19,23 +16,21 @@ from mezzo.demo.devices import describe
 from mezzo.demo.results import speed_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-    from matplotlib.axes import Axes
 
     from mezzo.demo.results import Plan, RunResult
 
 MEBI = 2**20
-# Float32 thick and pale below, bfloat16 thin and dark above: where the curves agree, both stay visible.
-STYLES: Mapping[str, Mapping[str, Any]] = {
-    "float32": {"color": "#f2a65a", "linewidth": 4.0},
-    "bfloat16": {"color": "#1d3f72", "linewidth": 1.3},
-}
 CAPTION = (
     "time: training steps only. speed up: against float32 of the same model.\n"
     "peak: memory of one training step. listed ops, casts: calls that autocast\n"
-    "decided on and casts it inserted, in one forward pass with its loss."
+    "decided on and casts it inserted, in one forward pass with its loss.\n"
+    "skips: steps that the gradient scaler left out, as a gradient had overflowed."
+)
+EMULATED = (
+    "\nfloat16: its products ran in float32 and were rounded, as PyTorch's own\n"
+    "float16 products are slow on this CPU. So its time is not float16's."
 )
 
 
@@ -43,11 +38,11 @@ def results_table(results: Sequence[RunResult], device: torch.device) -> Table:
     """One row per run; runs of one model stand together."""
     table = Table(
         title=f"mezzo demo on {describe(device)}",
-        caption=CAPTION,
+        caption=CAPTION + (EMULATED if any(result.emulated for result in results) else ""),
         caption_justify="left",
         # Narrow enough for 80 columns, what a log file or a pipe gets.
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
         show_edge=False,
     )
@@ -56,7 +51,8 @@ def results_table(results: Sequence[RunResult], device: torch.device) -> Table:
     for heading in ("train\nloss", "test\nacc.", "time,\ns", "speed\nup", "peak,\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("listed ops\nby dtype", min_width=12)
-    table.add_column("casts", justify="right", no_wrap=True)
+    for heading in ("casts", "skips"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for index, result in enumerate(results):
         last_of_model = index + 1 == len(results) or results[index + 1].model != result.model
         table.add_row(*_cells(result, results), end_section=last_of_model)
@@ -75,40 +71,20 @@ def _cells(result: RunResult, results: Sequence[RunResult]) -> list[str]:
         f"{result.peak_memory_bytes / MEBI:.1f}",
         ", ".join(f"{dtype} {count}" for dtype, count in result.ops_by_dtype.items()) or "-",
         str(result.casts),
+        str(len(result.skipped_steps)) if result.scales else "-",
     ]
 
 
-def save_plot(results: Sequence[RunResult], path: Path) -> None:
-    """Write the loss curves as PNG: a panel per model, both precisions in it."""
-    models = list(dict.fromkeys(result.model for result in results))
-    figure = Figure(figsize=(5.4 * len(models), 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # binds the canvas to the figure: no pyplot, so no global state and no display
-    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    for panel, model in zip(panels, models, strict=True):
-        _draw(panel, [result for result in results if result.model == model])
-    panels[0].set_ylabel("mean cross-entropy loss (log scale)")
-    panels[0].legend(frameon=False)
-    figure.suptitle("Handwritten digits: float32 against bfloat16 under mezzo's autocast")
-    figure.savefig(path, format="png", dpi=150)
+def save_json(results: Sequence[RunResult], plan: Plan, device: torch.device, cost: float, path: Path) -> None:
+    """Write every number, and what is needed to judge or repeat it.
 
-
-def _draw(panel: Axes, results: Sequence[RunResult]) -> None:
-    for result in results:
-        epochs = range(1, len(result.train_losses) + 1)
-        style = STYLES[result.precision]
-        panel.plot(epochs, result.train_losses, **style, label=f"training, {result.precision}")
-        panel.plot(epochs, result.test_losses, **style, linestyle=(0, (2.5, 2)), label=f"test, {result.precision}")
-    accuracies = ", ".join(f"{result.precision} {result.test_accuracy:.1%}" for result in results)
-    panel.set_title(f"{results[0].model}\ntest accuracy: {accuracies}", fontsize="medium")
-    panel.set_yscale("log")
-    panel.set_xlabel("epoch")
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.grid(visible=True, which="major", alpha=0.3)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def save_json(results: Sequence[RunResult], plan: Plan, device: torch.device, path: Path) -> None:
-    """Write every number, and what is needed to judge or repeat it."""
+    Args:
+        results: The runs.
+        plan: What they were asked to do.
+        device: Where they ran.
+        cost: What float16's own products take there, as a multiple of float32's.
+        path: The file, overwritten if it exists.
+    """
     document = {
         "mezzo": importlib.metadata.version("mezzo"),
         "torch": torch.__version__,
@@ -117,6 +93,7 @@ def save_json(results: Sequence[RunResult], plan: Plan, device: torch.device, pa
         "threads": torch.get_num_threads(),
         # On CUDA, "float32" convolutions may use TF32; this is the setting for matrix products.
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float16_cost": cost,
         "plan": asdict(plan),
         "runs": [
             {**asdict(result), "seconds": result.seconds, "speed_up": speed_up(result, results)} for result in results

@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-Precision = Literal["float32", "bfloat16"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
+Precision = Literal["float32", "bfloat16", "float16"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Plan:
     """How long and how to train; the same for every run of a demo.
 
+    Args:
+        epochs: How often each training sample is used.
+        batch_size: Samples of one step.
+        learning_rate: The highest of the schedule.
+        weight_decay: AdamW's.
+        seed: Decides the split, the initial weights and the order of the samples.
+        growth_interval: Steps without an overflow after which the gradient scaler doubles its scale.
+        emulate_float16: Compute float16's products in float32 and round them, as GPUs do: for processors
+            whose own float16 is slow.
+
     Raises:
-        ValueError: If there is not at least one epoch of at least one sample.
+        ValueError: If the epochs, the batch size or the growth interval are below 1.
     """
 
     epochs: int = 10
@@ -25,9 +35,14 @@ class Plan:
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
     seed: int = 0
+    # PyTorch's 2000 is for runs of many thousand steps: in the demo's 110 the scale would never move. With 8 it
+    # climbs until gradients overflow, falls back and climbs again, and skips about 5 steps: enough to see, too few
+    # to fall behind the other precisions.
+    growth_interval: int = 8
+    emulate_float16: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "growth_interval"):
             value = getattr(self, name)
             if value < 1:
                 message = f"The demo got {name}={value!r}; expected a whole number of at least 1."
@@ -40,7 +55,7 @@ class RunResult:
 
     Args:
         model: The model's name.
-        precision: "float32" without autocast, "bfloat16" under it.
+        precision: "float32" without autocast, "bfloat16" under it, "float16" under it and with a gradient scaler.
         parameters: Number of trainable weights.
         train_losses: Mean training loss of each epoch.
         test_losses: Loss on the test part after each epoch.
@@ -49,6 +64,9 @@ class RunResult:
         peak_memory_bytes: Most memory alive at one moment of a training step.
         ops_by_dtype: Output dtype -> calls that autocast decided on, in one forward pass with its loss.
         casts: Casts that autocast inserted in that pass.
+        scales: The gradient scale after each step; empty where no scaler is used.
+        skipped_steps: Numbers, from 1, of the steps that the scaler skipped, for a gradient was not finite.
+        emulated: Whether float16's products were computed in float32 and rounded.
     """
 
     model: str
@@ -61,6 +79,9 @@ class RunResult:
     peak_memory_bytes: int
     ops_by_dtype: Mapping[str, int]
     casts: int
+    scales: tuple[float, ...] = ()
+    skipped_steps: tuple[int, ...] = ()
+    emulated: bool = False
 
     @property
     def seconds(self) -> float:

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from mezzo.demo.devices import clock
+from mezzo.demo.emulation import EmulatedProducts
 from mezzo.demo.memory import step_peak_bytes
 from mezzo.demo.models import build
 from mezzo.demo.results import RunResult
-from mezzo.torch import autocast, observe
+from mezzo.torch import GradScaler, SteppedScheduler, autocast, observe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,25 +29,34 @@ def region(precision: Precision, device: torch.device) -> AbstractContextManager
     """The autocast region of a precision; float32 needs none."""
     if precision == "float32":
         return nullcontext()
-    return autocast(device.type, dtype=torch.bfloat16)
+    return autocast(device.type, dtype=getattr(torch, precision))
 
 
 class TrainingStep:
-    """A model, its optimizer and a batch: calling it makes one step."""
+    """A model, its optimizer, a gradient scaler and a batch: calling it makes one step."""
 
     def __init__(self, model: nn.Module, precision: Precision, batch: Split, plan: Plan) -> None:
         self.model = model
         self.precision = precision
         self.batch = batch
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay)
+        # Float16 gradients are too small without a scale; bfloat16 has float32's range and needs none.
+        self.scaler = GradScaler(
+            batch.device.type, enabled=precision == "float16", growth_interval=plan.growth_interval
+        )
 
     def __call__(self) -> torch.Tensor:
         """Forward and loss in the precision's region, backward and update outside it; returns the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss.detach()
+
+    def stepped(self) -> bool:
+        """Whether the last call changed the weights: the scaler skips the optimizer after an overflow."""
+        return self.scaler.stepped(self.optimizer)
 
     def loss(self) -> torch.Tensor:
         """The loss of the batch, computed in the precision's region."""
@@ -54,7 +64,10 @@ class TrainingStep:
             return functional.cross_entropy(self.model(self.batch.images), self.batch.labels)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that lives between steps: the batch, weights, gradients, the optimizer's state."""
+        """Everything that lives between steps: the batch, weights, gradients, the optimizer's state.
+
+        Except the scaler's two numbers, which are its own: they count once a step has used them.
+        """
         yield from (self.batch.images, self.batch.labels)
         yield from self.model.buffers()
         for weight in self.model.parameters():
@@ -72,7 +85,7 @@ class Run:
     Args:
         name: A key of `mezzo.demo.models.MODELS`.
         digits: The data, on the device to train on.
-        precision: "float32" without autocast, "bfloat16" under it.
+        precision: "float32" without autocast, "bfloat16" under it, "float16" under it and with a gradient scaler.
         plan: How long, how fast, and the seed.
     """
 
@@ -84,16 +97,20 @@ class Run:
         self._model = build(name, plan.seed).to(digits.train.device)
         self._step = TrainingStep(self._model, precision, digits.train, plan)
         batches = -(-len(digits.train) // plan.batch_size)
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
             self._step.optimizer, max_lr=plan.learning_rate, total_steps=plan.epochs * batches
         )
+        self._schedule = SteppedScheduler(schedule, self._step.scaler)
         self._order = torch.Generator().manual_seed(plan.seed)
         self._train_losses: list[float] = []
         self._test_losses: list[float] = []
         self._test_accuracy = 0.0
         self._epoch_seconds: list[float] = []
+        self._scales: list[float] = []
+        self._skipped_steps: list[int] = []
         # Measured first: it is also the warm-up that keeps one-off costs out of the first epoch's time.
-        self._peak = step_peak_bytes(self._separate_step, digits.train.device)
+        with self._products():
+            self._peak = step_peak_bytes(self._separate_step, digits.train.device)
 
     def train_epoch(self) -> float:
         """Train one epoch, then evaluate, outside the measured time.
@@ -101,6 +118,13 @@ class Run:
         Returns:
             The epoch's mean training loss.
         """
+        with self._products():
+            self._train_losses.append(self._train())
+            test_loss, self._test_accuracy = evaluate(self._model, self._digits.test, self.precision)
+        self._test_losses.append(test_loss)
+        return self._train_losses[-1]
+
+    def _train(self) -> float:
         split = self._digits.train
         start = clock(split.device)
         total = torch.zeros((), device=split.device)
@@ -109,15 +133,27 @@ class Run:
             self._step.batch = split.select(chosen)
             total += self._step() * len(chosen)
             self._schedule.step()
+            self._record_scale()
         self._epoch_seconds.append(clock(split.device) - start)
-        self._train_losses.append(total.item() / len(split))
-        test_loss, self._test_accuracy = evaluate(self._model, self._digits.test, self.precision)
-        self._test_losses.append(test_loss)
-        return self._train_losses[-1]
+        return total.item() / len(split)
+
+    def _record_scale(self) -> None:
+        if not self._step.scaler.is_enabled():
+            return
+        self._scales.append(self._step.scaler.get_scale())
+        if not self._step.stepped():
+            self._skipped_steps.append(len(self._scales))
+
+    @property
+    def learning_rate(self) -> float:
+        """The schedule's current one: it has counted the steps that were made, not those that were skipped."""
+        rate: float = self._step.optimizer.param_groups[0]["lr"]
+        return rate
 
     def result(self) -> RunResult:
         """The numbers of the epochs so far; training may go on afterwards."""
-        ops_by_dtype, casts = _observed(self._separate_step())
+        with self._products():
+            ops_by_dtype, casts = _observed(self._separate_step())
         return RunResult(
             model=self.name,
             precision=self.precision,
@@ -129,7 +165,17 @@ class Run:
             peak_memory_bytes=self._peak,
             ops_by_dtype=ops_by_dtype,
             casts=casts,
+            scales=tuple(self._scales),
+            skipped_steps=tuple(self._skipped_steps),
+            emulated=self._emulates,
         )
+
+    @property
+    def _emulates(self) -> bool:
+        return self._plan.emulate_float16 and self.precision == "float16"
+
+    def _products(self) -> AbstractContextManager[object]:
+        return EmulatedProducts() if self._emulates else nullcontext()
 
     def _separate_step(self) -> TrainingStep:
         # On a copy, so that measuring changes neither weights nor batch norm's statistics.

@@ -12,17 +12,30 @@ from mezzo.torch.autocast import autocast, is_autocast_available
 from mezzo.torch.carrying import AutocastState, bind, capture
 from mezzo.torch.foreign import Registration, register_function
 from mezzo.torch.function_check import check_function
+from mezzo.torch.functional_scaling import next_scale, select_finite, unscale_gradients
 from mezzo.torch.functions import custom_bwd, custom_fwd
 from mezzo.torch.keeping import keep_casts
+from mezzo.torch.merging import step_merged
+from mezzo.torch.nonfinite import NonFinite, Overflow
 from mezzo.torch.observe import Observation, OpCall, observe
 from mezzo.torch.policies import active_policy, get_default_policy, set_default_policy
 from mezzo.torch.precision import Precision, clear_precision, set_precision
+from mezzo.torch.scaler import GradScaler
+from mezzo.torch.schedules import SteppedScheduler
 
 __all__ = [
     "autocast",
     "is_autocast_available",
     "custom_fwd",
     "custom_bwd",
+    "GradScaler",
+    "SteppedScheduler",
+    "step_merged",
+    "unscale_gradients",
+    "next_scale",
+    "select_finite",
+    "NonFinite",
+    "Overflow",
     "set_default_policy",
     "get_default_policy",
     "active_policy",

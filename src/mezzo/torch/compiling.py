@@ -21,6 +21,7 @@ import torch
 
 from mezzo import __version__
 from mezzo.errors import RegionError
+from mezzo.torch.eager import not_compiled_alone
 
 __all__ = ["Compiler", "NO_TOKEN", "forget_compiled_code", "watch_compiler"]
 
@@ -59,6 +60,7 @@ class Compiler:
             forget_compiled_code()
 
     @contextmanager
+    @not_compiled_alone
     def compiling(self, traces: bool) -> Iterator[None]:
         """Hold PyTorch's settings for a compilation.
 
@@ -83,6 +85,7 @@ class Compiler:
             if outer is None:
                 torch.compiler.config.cache_key_tag = users
 
+    @not_compiled_alone
     def mark_disk_cache(self, *, unheard: bool = False) -> None:
         """Have code that is kept on disk found again only where the same states stand for the same policies.
 
@@ -144,6 +147,7 @@ def _wrap_handler(module: ModuleType, compiler: Compiler) -> None:
     original = handler.install_callbacks
 
     @contextmanager
+    @not_compiled_alone
     def install_callbacks(trigger: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with compiler.compiling(trigger is module.CallbackTrigger.DYNAMO), original(trigger, *args, **kwargs):
             yield

@@ -1,4 +1,4 @@
-"""PyTorch's deprecated spellings of autocast, made once for both namespaces that have them."""
+"""PyTorch's deprecated spellings, made once for both namespaces that have them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from mezzo.torch.autocast import autocast
 from mezzo.torch.functions import custom_bwd, custom_fwd
+from mezzo.torch.scaler import GradScaler
 
-__all__ = ["deprecated_autocast", "deprecated_custom_bwd", "deprecated_custom_fwd"]
+__all__ = ["deprecated_autocast", "deprecated_custom_bwd", "deprecated_custom_fwd", "deprecated_scaler"]
 
 
 def _warn(old: str, new: str) -> None:
@@ -39,6 +40,42 @@ def deprecated_autocast(device_type: str, default_dtype: torch.dtype) -> type[au
             super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     deprecated.__name__ = deprecated.__qualname__ = "autocast"
+    deprecated.__module__ = f"mezzo.torch.{device_type}.amp"
+    return deprecated
+
+
+def deprecated_scaler(device_type: str) -> type[GradScaler]:
+    """Make the ``GradScaler`` class of a device's namespace, with the signature that PyTorch's has.
+
+    Args:
+        device_type: ``"cuda"`` or ``"cpu"``.
+
+    Returns:
+        A subclass of `mezzo.torch.GradScaler` that warns when it is made.
+    """
+
+    class deprecated(GradScaler):  # noqa: N801 - shown under PyTorch's name
+        """Deprecated; use `mezzo.torch.GradScaler` with the device type."""
+
+        def __init__(
+            self,
+            init_scale: float = 2.0**16,
+            growth_factor: float = 2.0,
+            backoff_factor: float = 0.5,
+            growth_interval: int = 2000,
+            enabled: bool = True,
+        ) -> None:
+            _warn(f"{device_type}.amp.GradScaler", f"GradScaler('{device_type}', args...)")
+            super().__init__(
+                device_type,
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                enabled=enabled,
+            )
+
+    deprecated.__name__ = deprecated.__qualname__ = "GradScaler"
     deprecated.__module__ = f"mezzo.torch.{device_type}.amp"
     return deprecated
 

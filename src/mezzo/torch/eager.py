@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["not_compiled_alone", "runs_eagerly"]
+__all__ = ["not_compiled_alone", "runs_eagerly", "runs_itself_eagerly"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,9 +26,28 @@ def runs_eagerly(function: F) -> F:
         The same function.
     """
     # Dynamo's own decorator does this too, and imports all of Dynamo.
-    not_compiled_alone(function)
+    return _not_traced(not_compiled_alone(function))
+
+
+def runs_itself_eagerly(function: F) -> F:
+    """Have Dynamo leave a function as it is, but not what it calls: an optimizer's step under a scaler is compiled.
+
+    Args:
+        function: A Python function. Those of mezzo's that it calls are to be marked too.
+
+    Returns:
+        The same function.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return _not_traced(function)
+
+
+def _not_traced(function: F) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "mezzo changes PyTorch's autocast state here"  # type: ignore[attr-defined]
+    reason = "mezzo changes PyTorch's state here, or decides on the host"
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
 
 

@@ -1,9 +1,10 @@
-"""Mezzo's autocast and PyTorch's behind one name, so that a test of a fault can run under either."""
+"""Mezzo's autocast and scaler and PyTorch's behind one name, so that a test of a fault can run under either."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ TOLERANCE = {
     torch.float16: {"rtol": 2**-9, "atol": 2**-8},
     torch.float32: {"rtol": 2**-17, "atol": 2**-17},
 }
+# Numbers and choices of a scaler that PyTorch's does not have.
+MEZZOS_OWN = {"min_scale", "max_scale", "max_skipped", "max_nan_backoffs", "strict", "on_overflow"}
 
 
 class Amp:
-    """The autocast that a test runs under.
+    """The autocast, and the scaler, that a test runs under.
 
     Args:
         name: ``"mezzo"`` or ``"torch"``.
@@ -60,6 +63,25 @@ class Amp:
         if self.name == "torch":
             return _without_warnings(lambda: torch.autocast("cuda", dtype=low))
         return self._module.autocast("auto", dtype=low)
+
+    def scaler(self, init_scale: float = 2.0**16, **options: Any) -> Any:
+        """Make a scaler on the CPU; what PyTorch's does not have, such as ``min_scale``, is left out there."""
+        known = {name: value for name, value in options.items() if self.name == "mezzo" or name not in MEZZOS_OWN}
+        return self._module.GradScaler("cpu", init_scale, **known)
+
+    def clip(self, scaler: Any, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Clip gradients without a word about their scale, as scripts do that forget it."""
+        if self.name == "torch":
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return scaler.clip_grad_norm_(parameters, max_norm)
+
+    def accumulating(self, scaler: Any) -> AbstractContextManager[Any]:
+        """Make a window in which gradients are added up; PyTorch has none."""
+        return nullcontext() if self.name == "torch" else scaler.accumulate()
+
+    def stepping(self, scheduler: Any, scaler: Any) -> Any:
+        """Make a schedule keep step with the optimizer; PyTorch leaves that to the script, which cannot know."""
+        return scheduler if self.name == "torch" else self._module.SteppedScheduler(scheduler, scaler)
 
     def __getattr__(self, name: str) -> Any:
         # What only mezzo has is an AttributeError of torch.amp.

@@ -1,0 +1,159 @@
+"""Several losses with a scaler each: their gradients, unscaled each by its own scaler, are added up and stepped with once.
+
+What ``num_losses`` was in Apex. The scale of one loss does not hear of another's overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import ScalerProtocolError, SkippedStepsError
+from mezzo.torch import contract
+from mezzo.torch.gradients import parameters_of
+from mezzo.torch.scaler_verdicts import STEPPED, UNSCALED
+from mezzo.torch.updating import add_up
+
+if TYPE_CHECKING:
+    from mezzo.torch.scaler import GradScaler
+
+__all__ = ["merging", "step_merged"]
+
+
+@contextmanager
+def merging(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Unscale what backward passes in the region add; see `GradScaler.merge`."""
+    if not scaler._enabled:
+        yield
+        return
+    state = scaler._state_of(optimizer)
+    if state["stage"] is STEPPED:
+        msg = "merge() is being called after step(). Call it before step_merged(), or update() first."
+        raise ScalerProtocolError(msg)
+    parameters = parameters_of(optimizer)
+    others = [parameter.grad for parameter in parameters]
+    scaler._open.settle()
+    scaled_before, scaler._scaled_now = scaler._scaled_now, False
+    state["merging"] = True
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+        if not scaler._scaled_now and any(parameter.grad is not None for parameter in parameters):
+            msg = (
+                "Gradients came in a merge() region in which this scaler's scale() was not called. Call "
+                "scaler.scale(loss).backward() with the scaler whose merge() it is."
+            )
+            raise ScalerProtocolError(msg)
+        earlier = state["found_inf_per_device"]
+        if scaler._scaled_now:
+            scaler._unscale(optimizer, state)
+        state["stage"] = UNSCALED
+    except BaseException:
+        for parameter, other in zip(parameters, others, strict=True):
+            parameter.grad = other
+        raise
+    finally:
+        state["merging"] = False
+        scaler._scaled_now = scaler._scaled_now or scaled_before
+    for device, flag in earlier.items():
+        found = state["found_inf_per_device"].setdefault(device, flag)
+        state["found_inf_per_device"][device] = add_up([found, flag], device)
+    _add(parameters, others)
+
+
+@torch.no_grad()
+def _add(parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
+    for parameter, other in zip(parameters, others, strict=True):
+        if other is None:
+            continue
+        if parameter.grad is not None and other.layout is torch.strided:
+            other.add_(parameter.grad)
+        elif parameter.grad is not None:
+            other = other + parameter.grad  # noqa: PLW2901 - sparse ones are not added in place
+        parameter.grad = other
+
+
+def step_merged(optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler], *args: Any, **kwargs: Any) -> Any:
+    """Step once with gradients that several scalers have merged, if all of them were finite.
+
+    Call each scaler's `update` afterwards: its scale moves by what its own loss gave. The host reads the verdicts once,
+    or not at all with an optimizer that decides by itself.
+
+    Args:
+        optimizer: The one that was given to each `GradScaler.merge`.
+        scalers: The scalers; disabled ones are passed over.
+        args: For the optimizer's ``step``; no closure.
+        kwargs: Likewise.
+
+    Returns:
+        What the optimizer's ``step`` returns, None if it was skipped or had no gradients.
+
+    Raises:
+        ScalerProtocolError: A scaler has not merged anything for this optimizer since its last `update`.
+
+    Example:
+        See `GradScaler.merge`.
+    """
+    enabled = [scaler for scaler in scalers if scaler._enabled]
+    if not enabled:
+        return optimizer.step(*args, **kwargs)
+    states = [_merged_state(scaler, optimizer, index) for index, scaler in enumerate(enabled)]
+    for scaler, state in zip(enabled, states, strict=True):
+        scaler._agree(optimizer, state)
+    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    if not flags:
+        for scaler in enabled:
+            scaler._without_gradients(optimizer)
+        return None
+    found = add_up(flags, flags[0].device)
+    if contract.decides_itself(optimizer) and not contract.takes_scaler(optimizer):
+        values = {"grad_scale": getattr(optimizer, "grad_scale", None), "found_inf": found}
+        contract.give_momentum(optimizer)
+        with contract.attributes(optimizer, values):
+            result = optimizer.step(*args, **kwargs)
+        _end(enabled, states, optimizer, None)
+        return result
+    each = torch.stack(
+        [add_up(list(state["found_inf_per_device"].values()) or [found * 0], found.device) for state in states]
+    )
+    verdicts = [flag > 0 for flag in each.tolist()]
+    result = None if any(verdicts) else optimizer.step(*args, **kwargs)
+    _end(enabled, states, optimizer, verdicts)
+    return result
+
+
+def _merged_state(scaler: GradScaler, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
+    state = scaler._begin_step(optimizer)
+    if state["stage"] is not UNSCALED:
+        msg = (
+            f"Scaler {index} of step_merged() has merged no gradients for this optimizer since its last update(). Run its "
+            "loss's backward pass in `with scaler.merge(optimizer):`."
+        )
+        raise ScalerProtocolError(msg)
+    return state
+
+
+def _end(
+    scalers: Sequence[GradScaler],
+    states: Sequence[dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    verdicts: list[bool] | None,
+) -> None:
+    """Tell each scaler: its own loss's verdict moves its scale, and all of them decide whether the step was made."""
+    errors = []
+    for at, (scaler, state) in enumerate(zip(scalers, states, strict=True)):
+        others = [other for other in states if other is not state]
+        state["others"] = [flag for other in others for flag in other["found_inf_per_device"].values()]
+        if verdicts is not None:
+            state["skipped"], state["not_made"] = verdicts[at], any(verdicts)
+        try:
+            scaler._end_step(optimizer, state)
+        except SkippedStepsError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

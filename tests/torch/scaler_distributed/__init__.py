@@ -1,0 +1,1 @@
+"""Gradient scaling in several processes: all ranks take the same decision."""
