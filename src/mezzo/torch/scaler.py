@@ -73,7 +73,7 @@ class GradScaler(Reports):
         >>> from mezzo.torch import GradScaler, autocast
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = GradScaler("cpu")
+        >>> scaler = GradScaler("cpu", init_scale=1024.0)
         >>> with autocast("cpu", dtype=torch.float16):
         ...     loss = model(torch.ones(3, 4)).square().mean()
         >>> scaler.scale(loss).backward()

@@ -95,10 +95,16 @@ class Iterations(Verdicts):
 
     def _flags_of_iteration(self, device: torch.device) -> Tensor | None:
         """Bring together what is known of NaN and Inf: three flags, as `Health.learn` takes them; None if nothing is."""
-        having = [state for state in self._per_optimizer_states.values() if state.get("flags") is not None]
-        if not having or self._held or any(state.get("given_up") for state in self._per_optimizer_states.values()):
+        states = self._per_optimizer_states.values()
+        flags = [state["flags"] for state in states if state.get("flags") is not None]
+        if not flags or self._held:
             return None
-        return torch.stack([state["flags"].to(device, non_blocking=True) for state in having]).amax(0)
+        together = torch.stack([each.to(device, non_blocking=True) for each in flags]).amax(0)
+        given_up = [flag for state in states for flag in state.get("given_up", ())]
+        if given_up:
+            # Nobody told NaN from Inf in those.
+            together[2] = torch.maximum(together[2], add_up(given_up, device))
+        return together
 
     def _learn(self, *, found: bool, flags: Tensor | None) -> None:
         health = self._health
