@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--amp",
         choices=["mezzo", "torch"],
         default="mezzo",
-        help="whose autocast the tests in tests/torch/faults run under; under torch, each of them is to fail",
+        help="whose autocast and scaler the tests in tests/torch/faults use; with torch, each of them is to fail",
     )
 
 

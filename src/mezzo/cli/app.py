@@ -47,13 +47,13 @@ def root(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the loss plot and the numbers.")] = Path("demo-output"),
+    output: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("demo-output"),
     device: Annotated[str | None, typer.Option(help="Device to train on; by default a GPU if there is one.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs per run.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds on a part of the data.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
 ) -> None:
-    """Train two small networks on real data in float32 and in bfloat16 under autocast, and compare."""
+    """Train two small networks on real data in float32, and in bfloat16 and float16 under autocast, and compare."""
     try:
         from mezzo.demo import run_demo  # noqa: PLC0415 - it imports torch, scikit-learn and matplotlib
     except ModuleNotFoundError as error:
