@@ -46,7 +46,10 @@ def runs_itself_eagerly(function: F) -> F:
 
 def _not_traced(function: F) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    reason = "mezzo changes PyTorch's state here, or decides on the host"
+    reason = (
+        "mezzo changes PyTorch's state here, or decides on the host. Of gradient scaling, scale() is traced; for a whole "
+        "step in one graph use unscale_gradients, select_finite and next_scale"
+    )
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
 

@@ -5,7 +5,7 @@ For training steps that are one compiled function, and for code in the style of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,9 @@ def unscale_gradients(gradients: Sequence[Tensor], scale: Tensor) -> tuple[list[
         The divided gradients, each in its dtype, and ``found_inf``: float32, of no dimension, on the scale's device; 1 if a
         value is Inf or NaN, else 0.
 
+    Raises:
+        ScalingError: The scale is no tensor, or the gradients are no sequence.
+
     Example:
         >>> import torch
         >>> gradients, found_inf = unscale_gradients([torch.tensor([8.0, 4.0])], torch.tensor(8.0))
@@ -40,12 +43,22 @@ def unscale_gradients(gradients: Sequence[Tensor], scale: Tensor) -> tuple[list[
         ([tensor([1.0000, 0.5000])], tensor(0.))
     """
     # As PyTorch's scaler does: the inverse in float64, rounded once.
+    if not isinstance(scale, Tensor) or isinstance(gradients, Tensor | Mapping):
+        raise ScalingError(_wrong_gradients(gradients, scale))
     inverse = scale.to(_wide(scale)).reciprocal().to(torch.float32)
     quotients = [_times(gradient, inverse) for gradient in gradients]
     if not quotients:
         return [], torch.zeros((), dtype=torch.float32, device=scale.device)
     unsound = [(~torch.isfinite(quotient)).any().to(scale.device) for quotient in quotients]
     return quotients, torch.stack(unsound).any().to(torch.float32)
+
+
+def _wrong_gradients(gradients: object, scale: object) -> str:
+    return (
+        "unscale_gradients takes a sequence of tensors and the scale as a tensor; got gradients of type "
+        f"{type(gradients).__name__} and a scale of type {type(scale).__name__}. Pass list(gradients.values()) of a "
+        "mapping, [gradient] of a single tensor, torch.tensor(scale) of a number."
+    )
 
 
 def next_scale(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: LossScaling) -> tuple[Tensor, Tensor]:

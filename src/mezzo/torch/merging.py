@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import ScalerProtocolError, SkippedStepsError
 from mezzo.torch import contract
-from mezzo.torch.gradients import parameters_of
+from mezzo.torch.gradients import are_same, parameters_of, versions_of
 from mezzo.torch.scaler_verdicts import STEPPED, UNSCALED
 from mezzo.torch.updating import add_up
 
@@ -64,6 +64,7 @@ def merging(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[No
         found = state["found_inf_per_device"].setdefault(device, flag)
         state["found_inf_per_device"][device] = add_up([found, flag], device)
     _add(parameters, others)
+    state["sum"] = versions_of(optimizer, most=1)
 
 
 @torch.no_grad()
@@ -78,7 +79,9 @@ def _add(parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
         parameter.grad = other
 
 
-def step_merged(optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler], *args: Any, **kwargs: Any) -> Any:
+def step_merged(
+    optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler] | GradScaler, *args: Any, **kwargs: Any
+) -> Any:
     """Step once with gradients that several scalers have merged, if all of them were finite.
 
     Call each scaler's `update` afterwards: its scale moves by what its own loss gave. The host reads the verdicts once,
@@ -99,6 +102,7 @@ def step_merged(optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler],
     Example:
         See `GradScaler.merge`.
     """
+    scalers = _checked(scalers)
     enabled = [scaler for scaler in scalers if scaler._enabled]
     if not enabled:
         return optimizer.step(*args, **kwargs)
@@ -127,8 +131,20 @@ def step_merged(optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler],
     return result
 
 
+def _checked(scalers: Any) -> list[Any]:
+    listed = [scalers] if isinstance(scalers, torch.amp.GradScaler) else list(scalers)
+    wrong = [one for one in listed if not hasattr(one, "_begin_step")]
+    if wrong or not listed:
+        got = f"a {type(wrong[0]).__name__} of {type(wrong[0]).__module__}" if wrong else "none"
+        msg = (
+            f"step_merged() takes the optimizer, and the mezzo.torch.GradScalers that have merged gradients; got {got}."
+        )
+        raise ScalerProtocolError(msg)
+    return listed
+
+
 def _merged_state(scaler: GradScaler, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
-    state = scaler._begin_step(optimizer)
+    state = scaler._begin_step(optimizer, scaled=False)
     if state["stage"] is not UNSCALED:
         msg = (
             f"Scaler {index} of step_merged() has merged no gradients for this optimizer since its last update(). Run its "
@@ -145,10 +161,13 @@ def _end(
     verdicts: list[bool] | None,
 ) -> None:
     """Tell each scaler: its own loss's verdict moves its scale, and all of them decide whether the step was made."""
+    # If nobody has touched the sum since the last loss was added to it, what is not finite in it can be named.
+    intact = any(are_same(state.get("sum", []), versions_of(optimizer, most=1)) for state in states)
     errors = []
     for at, (scaler, state) in enumerate(zip(scalers, states, strict=True)):
         others = [other for other in states if other is not state]
         state["others"] = [flag for other in others for flag in other["found_inf_per_device"].values()]
+        state["merged"] = intact
         if verdicts is not None:
             state["skipped"], state["not_made"] = verdicts[at], any(verdicts)
         try:

@@ -87,37 +87,33 @@ class NanRule:
             return None
         if health.nan_backoffs() + (known is None) <= self.limit:
             return None
+        stays = torch.ones_like(found)
+        if not health.settled:
+            stays = torch.zeros_like(found) if self._blameless is None else self._blameless.to(found.device)
+            agree_(stays)
         if not self._warned:
             self._warned = True
-            self._warn(health, overflows())
+            _warn(health.skips, overflows(), stays=bool(stays))
         if known:
-            nan_only = found
-        elif flags is not None:
-            nan_only = flags[0] * (1 - flags[1]) * (1 - flags[2])
-        else:
-            return None
-        if health.settled:
-            return nan_only
-        blameless = torch.zeros_like(found) if self._blameless is None else self._blameless.to(found.device)
-        agree_(blameless)
-        return nan_only * blameless
+            return found * stays
+        return None if flags is None else flags[0] * (1 - flags[1]) * (1 - flags[2]) * stays
 
-    def _warn(self, health: Health, overflows: Iterable[Overflow]) -> None:
-        named = "; ".join(overflow.describe() for overflow in overflows) or "not known"
-        what = (
-            "The scale stays as it is."
-            if health.settled
-            else "The scale stays as it is, unless float16 gradients of a finite loss could still have overflowed; then it "
-            "falls on, down to min_scale."
-        )
-        _log.warning(
-            "Gradients have been NaN, with no Inf among them, for %d iteration(s) in a row: this is hardly an overflow, and "
-            "a smaller scale does not help then. %s Parameters: %s. Look for a division by zero, a logarithm or root of a "
-            "number that is not positive, or NaN in the data. With max_nan_backoffs=None the scale would fall on.",
-            health.skips,
-            what,
-            named,
-        )
+
+def _warn(skips: int, overflows: Iterable[Overflow], *, stays: bool) -> None:
+    named = "; ".join(overflow.describe() for overflow in overflows) or "not known"
+    what = (
+        "This is no overflow, and a smaller scale does not help: it stays as it is."
+        if stays
+        else "The scale falls on, down to min_scale, since no step was made yet and float16 gradients of the finite loss "
+        "may still overflow."
+    )
+    _log.warning(
+        "Gradients have been NaN, with no Inf among them, for %d iteration(s) in a row. %s Parameters: %s. If it lasts, "
+        "look for a division by zero, a logarithm or root of a number that is not positive, or NaN in the data.",
+        skips,
+        what,
+        named,
+    )
 
 
 def _may_overflow(loss: Tensor) -> bool:

@@ -109,14 +109,17 @@ class Overflow:
         skipped_in_a_row: int,
         counts: Counts | None,
         given_names: Mapping[int, str],
-        why_unknown: str = _CHANGED,
+        why_unknown: str,
+        *,
+        changed: bool,
     ) -> None:
         self.optimizer = optimizer
         self.skipped_in_a_row = skipped_in_a_row
         self._scale = scale
         self._counts = counts
         self._given_names = given_names
-        self._why_unknown = why_unknown
+        self._why_unknown = why_unknown or _CHANGED
+        self._changed = changed
         self._parameters: tuple[NonFinite, ...] | None = None
 
     @property
@@ -126,8 +129,8 @@ class Overflow:
 
     @property
     def known(self) -> bool:
-        """False where gradients had been changed, or were gone, before anybody knew that they were not finite."""
-        return self._counts is not None
+        """False where gradients had been made NaN altogether, or were gone, before anybody knew of them."""
+        return self._counts is not None and not (self._changed and not self.parameters)
 
     @property
     def parameters(self) -> tuple[NonFinite, ...]:
@@ -136,7 +139,10 @@ class Overflow:
             if self._counts is None:
                 return ()
             names = parameter_names(self.optimizer, self._counts.parameters, self._given_names)
-            self._parameters = self._counts.read(names)
+            found = self._counts.read(names)
+            all_nan = len(found) == len(self._counts.parameters) and all(one.nan == one.numel for one in found)
+            # What was changed afterwards, by clipping say, still tells something unless there is nothing left but NaN.
+            self._parameters = () if self._changed and all_nan else found
         return self._parameters
 
     def describe(self, most: int = 5) -> str:
@@ -148,7 +154,7 @@ class Overflow:
         Returns:
             Such as ``"weight: 3 NaN, 0 Inf of 64 (float32); bias: ..."``.
         """
-        if self._counts is None and self._parameters is None:
+        if not self.known:
             return f"(unknown: {self._why_unknown})"
         found = self.parameters
         if not found:

@@ -87,7 +87,8 @@ class OpenGradients:
         this = torch._C._current_graph_task_id()
         if this in self._passes:
             return
-        parameters = self._parameters()
+        # One that belongs to two optimizers is there twice.
+        parameters = list({id(one): one for one in self._parameters()}.values())
         if not parameters:
             return
         with torch.no_grad():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
-Parameters = Tensor | Iterable[Tensor] | torch.optim.Optimizer
+Parameters = Tensor | Iterable[Tensor] | torch.optim.Optimizer | torch.nn.Module
 
 
 class GradScaler(Reports):
@@ -57,8 +57,9 @@ class GradScaler(Reports):
         min_scale: The scale does not fall below it. Some models need scales below 1.
         max_scale: The scale does not grow beyond it. None: beyond the largest float32.
         max_skipped: So many skipped steps of an optimizer in a row are an error that names the parameters. None: never.
-        max_nan_backoffs: A NaN (without any Inf) that outlives so many backoffs in a row is no overflow: the scale
-            stays then, and a warning is logged that names the parameters. None: back off forever, as PyTorch.
+        max_nan_backoffs: A NaN (without any Inf) that outlives so many backoffs in a row is no overflow: a warning is
+            logged that names the parameters, and the scale stays; before the first step that is made, only if float16
+            cannot be to blame. None: back off forever, as PyTorch.
         process_group: Ranks of this group take every decision together. DTensor parameters (FSDP2) need none: the ranks
             of their meshes agree in any case.
         strict: An optimizer without gradients, and `update` without any step, are errors, as in PyTorch.
@@ -180,7 +181,7 @@ class GradScaler(Reports):
         if state["stage"] is STEPPED:
             msg = "unscale_() is being called after step(). Call it before step(), or update() first."
             raise ScalerProtocolError(msg)
-        if state["stage"] is UNSCALED:
+        if state["stage"] is UNSCALED and not self._has_new_gradients(optimizer, state):
             self._refuse_unseen(state)
             return
         self._unscale(optimizer, state)
@@ -205,7 +206,7 @@ class GradScaler(Reports):
 
         Raises:
             ScalerProtocolError: A second `step` in the same iteration, or before the first `scale`.
-            SkippedStepsError: ``max_skipped`` steps in a row were skipped. The scaler can be used on.
+            SkippedStepsError: ``max_skipped`` steps in a row were skipped. After `update` one can go on.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -312,7 +313,7 @@ class GradScaler(Reports):
         """Clip the norm of gradients, scaled or not, as ``torch.nn.utils.clip_grad_norm_`` clips unscaled ones.
 
         Args:
-            parameters: Parameters, or an optimizer for all of its own.
+            parameters: Parameters, or an optimizer or module for all of its own.
             max_norm: Of the gradients as they are without the scale.
             norm_type: The p of the norm; ``inf`` for the largest absolute value.
             error_if_nonfinite: Raise if the norm is not finite, which is a host read.
@@ -332,7 +333,7 @@ class GradScaler(Reports):
         """Clip each element of gradients, scaled or not, as ``torch.nn.utils.clip_grad_value_`` clips unscaled ones.
 
         Args:
-            parameters: Parameters, or an optimizer for all of its own.
+            parameters: Parameters, or an optimizer or module for all of its own.
             clip_value: Of the gradients as they are without the scale.
             foreach: As there.
         """
@@ -347,6 +348,8 @@ class GradScaler(Reports):
             listed = [parameters]
         elif hasattr(parameters, "param_groups"):
             listed = parameters_of(parameters)
+        elif isinstance(parameters, torch.nn.Module):
+            listed = list(parameters.parameters())
         else:
             listed = list(parameters)
         unscaled = self._unscaled_ids() if self._scaled_now else {id(one) for one in listed}

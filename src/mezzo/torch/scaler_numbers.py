@@ -145,6 +145,9 @@ class Numbers(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            msg = f"load_state_dict takes what state_dict() gave, a dict; got {state_dict!r:.80}."
+            raise ScalingError(msg)
         if len(state_dict) == 0:
             msg = (
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
@@ -168,6 +171,10 @@ class Numbers(torch.amp.GradScaler):
             self._growth_tracker.fill_(tracker)
         self._keep_tracker_in_interval()
         self._scale_was_set(scale)
+        self._was_loaded(tracker)
+
+    def _was_loaded(self, tracker: int) -> None:
+        """Hear that the run goes on from a checkpoint."""
 
     def _scale_was_set(self, scale: float | None) -> None:
         """Hear that the scale has another value; None where it is not known."""
@@ -228,8 +235,8 @@ def _scale_in(state: Mapping[str, Any]) -> float:
         return LossScaling(init_scale=state["scale"]).init_scale
     except ScalingError as error:
         msg = (
-            f"The source state dict has scale {state['scale']!r}: no gradient survives it. The scale of the run that saved "
-            "it has collapsed; set state_dict['scale'] to one such as 65536.0 before loading."
+            f"The source state dict has scale {state['scale']!r}, with which no gradient survives: the scale of the run "
+            "that saved it has collapsed, or is no number. Set state_dict['scale'] to one such as 65536.0 before loading."
         )
         raise ScalingError(msg) from error
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.errors import ScalingError
 from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.gradients import are_same, parameters_of, versions_of
 from mezzo.torch.nonfinite import NonFinite, count
@@ -40,12 +41,14 @@ class Reports(ScalerSteps):
 
     @runs_eagerly
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Give the verdict of the last `step` of an optimizer: float32, of no dimension, 0 if it was made. No host read.
+        """Give the verdict of the last `step` of an optimizer: float32, of no dimension, 0 if all was finite. No host read.
+
+        Of a step without gradients it is 0, and so it is always if the scaler is disabled.
 
         Raises:
-            ScalerProtocolError: The optimizer had no step with gradients yet, or the scaler is disabled.
+            ScalerProtocolError: The optimizer had no step yet.
         """
-        found = self._history.seen(optimizer, "found_inf()").found
+        found = self._history.seen(optimizer, "found_inf()").found if self._enabled else None
         return torch.zeros((), device=self._scale_or_one().device) if found is None else found
 
     @runs_eagerly
@@ -60,13 +63,16 @@ class Reports(ScalerSteps):
 
     @runs_eagerly
     def nonfinite(self, optimizer: torch.optim.Optimizer) -> tuple[NonFinite, ...]:
-        """List the parameters whose gradients were not finite at the last `step`; empty if it was made.
+        """List the parameters whose gradients were not finite at the last `step`; empty if it was made, or if unknown.
+
+        Unknown they are where something has made all gradients NaN between `unscale_` and `step`, as PyTorch's
+        ``clip_grad_norm_`` does for a NaN; the scaler's own leaves them as they are.
 
         Gradients are counted when a step is skipped, so this works after ``zero_grad`` too. After a step that the
         device decided on they are counted now: call it before ``zero_grad``. Reads the device.
 
         Raises:
-            ScalerProtocolError: The optimizer had no step with gradients yet.
+            ScalerProtocolError: The optimizer had no step yet.
         """
         if not self._enabled:
             return ()
@@ -82,13 +88,24 @@ class Reports(ScalerSteps):
                 steps.overflow = self._overflow(optimizer, steps.in_a_row(), None, why)
         return steps.overflow.parameters
 
-    def name_parameters(self, names: nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+    def name_parameters(self, names: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Say what parameters are called in `nonfinite`, in errors and in the log.
 
         Without it they have the names that the optimizer was given, else those in the modules that are alive.
 
         Args:
-            names: A module, or pairs of name and parameter.
+            names: A module, a mapping from names to parameters, or pairs of name and parameter.
+
+        Raises:
+            ScalingError: It is something else.
         """
         pairs = names.named_parameters() if isinstance(names, nn.Module) else names
-        self._names.update({name: weakref.ref(parameter) for name, parameter in pairs})
+        listed = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
+        for pair in listed:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+                msg = (
+                    "name_parameters takes a module, a mapping, or pairs of name and parameter, such as "
+                    f"model.named_parameters(); got something with a {type(pair).__name__} in it."
+                )
+                raise ScalingError(msg)
+        self._names.update({name: weakref.ref(parameter) for name, parameter in listed})

@@ -14,7 +14,7 @@ from mezzo.errors import ScalerProtocolError
 from mezzo.torch import contract
 from mezzo.torch.agreement import agree_, has_partial, meshes
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
-from mezzo.torch.gradients import are_same, collect, parameters_of, versions_of
+from mezzo.torch.gradients import are_same, collect, each_parameter_of, parameters_of, versions_of
 from mezzo.torch.history import Steps
 from mezzo.torch.nonfinite import Counts, count
 from mezzo.torch.open_gradients import OpenGradients
@@ -187,6 +187,12 @@ class ScalerSteps(Iterations):
 
     # Steps
 
+    def _has_new_gradients(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Say whether gradients were put there by hand, when there were none to unscale."""
+        if state["found_inf_per_device"] or state.get("merging"):
+            return False
+        return any(one.grad is not None for one in each_parameter_of(optimizer))
+
     @runs_eagerly
     def _begin_step(self, optimizer: torch.optim.Optimizer, *, scaled: bool = True) -> dict[str, Any]:
         if scaled:
@@ -199,6 +205,8 @@ class ScalerSteps(Iterations):
                 "steps."
             )
             raise ScalerProtocolError(msg)
+        if state["stage"] is UNSCALED and self._has_new_gradients(optimizer, state):
+            self._unscale(optimizer, state)
         return state
 
     @runs_itself_eagerly
@@ -248,13 +256,15 @@ class ScalerSteps(Iterations):
     def _tell_of_overflow(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], steps: Steps, in_a_row: int
     ) -> None:
+        changed = False
         if state.get("flags") is None:
-            if are_same(state.get("probe", []), versions_of(optimizer, most=1)):
-                state["counts"] = count(parameters_of(optimizer))
-            state["flags"] = flags = _flags_of(state.get("counts"), self._scale_or_one().device)
+            changed = not are_same(state.get("probe", []), versions_of(optimizer, most=1))
+            state["counts"] = counts = count(parameters_of(optimizer))
+            state["flags"] = flags = _flags_of(None if changed else counts, self._scale_or_one().device)
             # All ranks are here, since all skip.
             agree_(flags, meshes(parameters_of(optimizer)), self._process_group)
-        steps.overflow = overflow = self._overflow(optimizer, in_a_row, state.get("counts"))
+        changed = changed and not state.get("merged")
+        steps.overflow = overflow = self._overflow(optimizer, in_a_row, state.get("counts"), changed=changed)
         if self._on_overflow is not None:
             self._on_overflow(overflow)
 

@@ -89,6 +89,9 @@ class Verdicts(Numbers):
         self._of_this_run = {"_of_this_run", *self.__dict__} - before
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if not hasattr(optimizer, "param_groups"):
+            msg = f"Got {optimizer!r:.80} of type {type(optimizer).__name__} for an optimizer, which has param_groups."
+            raise ScalerProtocolError(msg)
         state = self._per_optimizer_states[id(optimizer)]
         state["optimizer"] = optimizer  # held until the end of the iteration: an id is to mean one optimizer
         return state
@@ -100,6 +103,10 @@ class Verdicts(Numbers):
             self._health.know(scale)
         if self._scale is not None:
             self._moved = (self._scale, self._scale._version)
+
+    def _was_loaded(self, tracker: int) -> None:
+        # A tracker counts finite iterations: the run that was saved had made a step.
+        self._health.settled = self._health.settled or tracker > 0
 
     def _notice_other_hands(self, scale: Tensor) -> None:
         """Others write to ``_scale`` too; then nothing is known of it."""
@@ -168,16 +175,22 @@ class Verdicts(Numbers):
         msg = (
             f"{in_a_row} steps of {type(optimizer).__name__} in a row were skipped (max_skipped={self._max_skipped}), for "
             f"gradients that are not finite. Parameters: {named}. If the loss is finite, lower init_scale or raise "
-            "max_skipped; if it is not, look for the op that breaks it."
+            "max_skipped; if it is not, look for the op that breaks it. To go on, call update() first."
         )
         raise SkippedStepsError(msg)
 
     def _overflow(
-        self, optimizer: torch.optim.Optimizer, in_a_row: int, counts: Counts | None, *why_unknown: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        in_a_row: int,
+        counts: Counts | None,
+        why_unknown: str = "",
+        *,
+        changed: bool = False,
     ) -> Overflow:
         scale, _ = self._check_scale_growth_tracker("step")
         names = {id(parameter): name for name, get in self._names.items() if (parameter := get()) is not None}
-        return Overflow(optimizer, scale.clone(), in_a_row, counts, names, *why_unknown)
+        return Overflow(optimizer, scale.clone(), in_a_row, counts, names, why_unknown, changed=changed)
 
     # Copies
 

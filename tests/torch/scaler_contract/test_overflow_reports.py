@@ -77,7 +77,7 @@ def test_what_the_callback_kept_tells_of_its_own_step_later_too(set_to_none: boo
 
 
 @pytest.mark.parametrize("bad", [INF, NAN], ids=["Inf", "NaN"])
-def test_what_pytorchs_clipping_has_changed_is_said_to_be_unknown(bad: float) -> None:
+def test_what_pytorchs_clipping_has_made_nan_altogether_is_said_to_be_unknown(bad: float) -> None:
     seen: list[Overflow] = []
     model, optimizer, scaler = training(on_overflow=seen.append)
     for clip in (torch.nn.utils.clip_grad_norm_, scaler.clip_grad_norm_):
@@ -87,8 +87,9 @@ def test_what_pytorchs_clipping_has_changed_is_said_to_be_unknown(bad: float) ->
         clip(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-    assert [overflow.known for overflow in seen] == [False, True]
-    assert "clip with the scaler's clip_grad_norm_" in seen[0].describe()
+    assert [overflow.known for overflow in seen] == [bad == INF, True]
+    text = "2.weight: 1 NaN, 0 Inf" if bad == INF else "clip with the scaler's clip_grad_norm_"
+    assert text in seen[0].describe()
     assert seen[1].describe().startswith("2.weight: ")
 
 
