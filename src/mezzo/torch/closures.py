@@ -7,6 +7,7 @@ optimizer's state are kept at the start, and put back then. A step is made in fu
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from mezzo.errors import ScalerProtocolError
 from mezzo.torch import contract
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
 from mezzo.torch.gradients import are_same, parameters_of, versions_of
-from mezzo.torch.scaler_steps import ScalerSteps, inverse_of
+from mezzo.torch.scaler_steps import ScalerSteps
+from mezzo.torch.scaler_unscaling import inverse_of
 from mezzo.torch.scaler_verdicts import SCALED, UNSCALED
 
 __all__ = ["closure_in", "step_with_closure"]
@@ -28,10 +30,18 @@ class _NotFinite(BaseException):
 
 
 @runs_eagerly
-def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Find the closure among the arguments for an optimizer's ``step``: the first one, or ``closure=``."""
-    given = args[0] if args else kwargs.get("closure")
-    return given if callable(given) and not isinstance(given, Tensor) else None
+def closure_in(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Find the closure among the arguments for an optimizer's ``step``: ``closure=``, or the first if it has that name."""
+    given = kwargs.get("closure")
+    if args and callable(args[0]) and not isinstance(args[0], Tensor):
+        names = contract.parameters_of_step(optimizer)
+        if names is None:
+            names = tuple(inspect.signature(optimizer.step).parameters)
+        first = names[0] if names else ""
+        given = args[0] if first in {"closure", "args"} else None
+    return given if callable(given) else None
 
 
 class _Kept:
@@ -41,7 +51,11 @@ class _Kept:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parameters = [(one, one.detach().clone()) for one in parameters_of(optimizer)]
-        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._state = {key: copy.deepcopy(value) for key, value in getattr(optimizer, "state", {}).items()}
+        self._numbers = [
+            {name: copy.copy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
 
     @runs_eagerly
     def put_back(self) -> None:
@@ -49,8 +63,11 @@ class _Kept:
         with torch.no_grad():
             for parameter, value in self._parameters:
                 parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            group.update(numbers)
+        if hasattr(self._optimizer, "state"):
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._state)
 
 
 @runs_itself_eagerly
@@ -63,7 +80,8 @@ def step_with_closure(
 ) -> Any:
     """Step an optimizer that evaluates the loss; see `GradScaler.step`."""
     kept = _Kept(optimizer)
-    evaluations = _Evaluations(scaler, optimizer, state, closure_in(args, kwargs))
+    evaluations = _Evaluations(scaler, optimizer, state, closure_in(optimizer, args, kwargs))
+    evaluations.begin()
     if args:
         args = (evaluations.evaluate, *args[1:])
     else:
@@ -77,10 +95,12 @@ def step_with_closure(
     except BaseException:
         kept.put_back()
         raise
-    if not evaluations.count:
-        kept.put_back()
-        msg = f"{type(optimizer).__name__}.step() did not call its closure. Leave the closure out."
-        raise ScalerProtocolError(msg)
+    if not evaluations.count and state["found_inf_per_device"]:
+        # It did not call the closure; so nobody has looked at the verdict yet.
+        scaler._agree(optimizer, state)
+        if scaler._read_verdict(state):
+            kept.put_back()
+            result = None
     if state["found_inf_per_device"]:
         scaler._end_step(optimizer, state)
     else:
@@ -126,30 +146,43 @@ class _Evaluations:
             return loss.detach() * inverse_of(self._scaler._scale_or_one())
         return loss
 
+    @runs_eagerly
+    def begin(self) -> None:
+        """Unscale what is there before the first evaluation: it may be all there is, or be added to."""
+        scaler, state = self._scaler, self._state
+        if state["stage"] is SCALED:
+            if scaler._scaled_now and scaler._scale is not None:
+                scaler._unscale(self._optimizer, state)
+            # From here on scaled gradients are unscaled as they come.
+            state["stage"] = UNSCALED
+
     def _call(self) -> tuple[Any, list[Tensor]]:
         scaler, state = self._scaler, self._state
-        before, stage = versions_of(self._optimizer), state["stage"]
-        scaled_before, outer = scaler._scaled_now, scaler._listen
+        before, seen, outer = versions_of(self._optimizer), scaler._scaled_unseen, scaler._listen
         outputs: list[Tensor] = []
-        scaler._scaled_now, state["stage"], scaler._listen = False, SCALED, outputs
+        scaler._listen, scaler._scaled_unseen = outputs, False
+        state["versions"] = before
         try:
             with torch.enable_grad():
                 loss = self._closure()
         finally:
-            scaled, scaler._listen = scaler._scaled_now, outer
-            scaler._scaled_now = scaled or scaled_before
-        # The closure may unscale by itself, to clip. It may also leave gradients that were there before.
-        if state["stage"] is not UNSCALED:
-            if are_same(before, versions_of(self._optimizer)):
-                scaled, state["stage"] = scaled_before, stage
-            self._unscale(scaled=scaled)
+            unseen, scaler._listen = scaler._scaled_unseen, outer
+            scaler._scaled_unseen = seen
+        if unseen:
+            self._unscale_unseen(before)
+        elif not are_same(state["versions"], versions_of(self._optimizer)):
+            # Gradients that were never scaled, or were changed since: only looked at.
+            scaler._check_scale_growth_tracker("step")
+            scaler._unscale_again_for(self._optimizer, state)
         return loss, outputs
 
-    def _unscale(self, *, scaled: bool) -> None:
-        if self._state["stage"] is UNSCALED:
-            return
-        if scaled:
-            self._scaler._unscale(self._optimizer, self._state)
-        else:
-            self._scaler._check_inf_per_device(self._optimizer)
-            self._state["stage"] = UNSCALED
+    def _unscale_unseen(self, before: list[tuple[Tensor, int]]) -> None:
+        """Unscale after compiled code has scaled, which nobody could watch: possible if all gradients are new."""
+        old = {id(gradient): version for gradient, version in before}
+        if any(id(gradient) in old for gradient, _ in versions_of(self._optimizer)):
+            msg = (
+                "A closure whose scale() is compiled has added to gradients that were there. Call optimizer.zero_grad() at "
+                "the start of the closure, with set_to_none=True."
+            )
+            raise ScalerProtocolError(msg)
+        self._scaler._unscale(self._optimizer, self._state)

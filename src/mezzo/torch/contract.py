@@ -7,6 +7,7 @@ nothing. PyTorch's fused optimizers are of this kind. docs/scaling.md has the ru
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mezzo.torch.eager import runs_eagerly
 
-__all__ = ["attributes", "decides_itself", "give_momentum", "takes_scaler", "warn_of_old_form"]
+__all__ = ["attributes", "decides_itself", "give_momentum", "parameters_of_step", "takes_scaler", "warn_of_old_form"]
 
 _ABSENT = object()
 
@@ -30,12 +31,19 @@ def decides_itself(optimizer: torch.optim.Optimizer) -> bool:
 @runs_eagerly
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer's ``step`` has the old form of the contract, a parameter ``grad_scaler``."""
-    # On the instance, where schedulers put their wrapper, or on the class.
-    step: Any = vars(optimizer).get("step") or type(optimizer).step
-    code = getattr(inspect.unwrap(step), "__code__", None)
-    if code is None:
-        return "grad_scaler" in inspect.signature(optimizer.step).parameters
-    return "grad_scaler" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = parameters_of_step(optimizer)
+    return "grad_scaler" in (inspect.signature(optimizer.step).parameters if names is None else names)
+
+
+def parameters_of_step(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
+    """Name the parameters of an optimizer's ``step``, ``self`` left out; None if that takes a closer look."""
+    # On the instance, where schedulers put their wrapper, or on the class. `inspect.signature` takes far longer.
+    step: Any = getattr(optimizer, "__dict__", {}).get("step") or getattr(type(optimizer), "step", None)
+    code = getattr(inspect.unwrap(step), "__code__", None) if step is not None else None
+    if code is None or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return None
+    names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names[1:] if names[:1] == ("self",) else names
 
 
 @runs_eagerly
@@ -74,20 +82,25 @@ class attributes:  # noqa: N801 - used as a function, a context manager that cos
 
     @runs_eagerly
     def __init__(self, optimizer: torch.optim.Optimizer, values: dict[str, Tensor | None]) -> None:
-        self._place: dict[str, Any] = vars(optimizer)
+        self._optimizer = optimizer
         self._values = values
-        self._before = {name: self._place.get(name, _ABSENT) for name in values}
+        # By the optimizer's own ways: it may be a wrapper that passes attributes on.
+        self._before = {name: getattr(optimizer, name, _ABSENT) for name in values}
+        self._own = {name for name in values if name in getattr(optimizer, "__dict__", {})}
 
     @runs_eagerly
     def __enter__(self) -> None:
         """Set them."""
-        self._place.update(self._values)
+        for name, value in self._values.items():
+            setattr(self._optimizer, name, value)
 
     @runs_eagerly
     def __exit__(self, *_: object) -> None:
         """Put back what was there, also after an exception."""
         for name, value in self._before.items():
-            if value is _ABSENT:
-                self._place.pop(name, None)
+            inherited = name not in self._own and name in getattr(self._optimizer, "__dict__", {})
+            if value is _ABSENT or inherited:
+                with contextlib.suppress(AttributeError):
+                    delattr(self._optimizer, name)
             else:
-                self._place[name] = value
+                setattr(self._optimizer, name, value)

@@ -17,7 +17,16 @@ from torch import Tensor
 from mezzo.errors import ScalerProtocolError
 from mezzo.torch.agreement import local
 
-__all__ = ["Gradients", "are_same", "collect", "each_parameter_of", "parameters_of", "values_of", "versions_of"]
+__all__ = [
+    "Gradients",
+    "are_same",
+    "collect",
+    "each_parameter_of",
+    "parameters_of",
+    "values_of",
+    "version_of",
+    "versions_of",
+]
 
 _KNOWN = {torch.float32, torch.float64, torch.float16}
 """What the kernel takes on every device that has it."""
@@ -33,10 +42,20 @@ class Gradients:
         batches: Lists of gradients; with each its own factor, or None for one over the scale.
     """
 
-    __slots__ = ("batches",)
+    __slots__ = ("_ids", "batches", "originals")
 
     def __init__(self) -> None:
         self.batches: dict[tuple[torch.device, torch.dtype, int], tuple[list[Tensor], Tensor | None]] = {}
+        # Gradients of which only a view, a part or the values are in the lists.
+        self.originals: list[Tensor] = []
+        self._ids: set[int] | None = None
+
+    def ids(self) -> set[int]:
+        """The ids of the gradients, which are held here, so that an id means one of them."""
+        if self._ids is None:
+            lists = [gradients for gradients, _ in self.batches.values()]
+            self._ids = {id(each) for each in itertools.chain(self.originals, *lists)}
+        return self._ids
 
     def unscale_(self, inverse: Tensor, found: Tensor, *, look_again: bool) -> dict[torch.device, Tensor]:
         """Multiply in place, and say on which devices a value was not finite. No host read.
@@ -52,12 +71,21 @@ class Gradients:
         """
         flags: dict[torch.device, Tensor] = {}
         one = torch.ones((), dtype=torch.float32, device=inverse.device) if look_again else None
-        for (device, dtype, _), (gradients, own) in self.batches.items():
-            if device not in flags:
-                flags[device] = found if device == found.device else found.to(device, non_blocking=True, copy=True)
-            _run_kernel(gradients, device, dtype, flags[device], inverse if own is None else own)
-            if one is not None:
-                _run_kernel(gradients, device, dtype, flags[device], one)
+        done: list[tuple[torch.device, torch.dtype, list[Tensor], Tensor]] = []
+        try:
+            for (device, dtype, _), (gradients, own) in self.batches.items():
+                if device not in flags:
+                    flags[device] = found if device == found.device else found.to(device, non_blocking=True, copy=True)
+                factor = inverse if own is None else own
+                _run_kernel(gradients, device, dtype, flags[device], factor)
+                done.append((device, dtype, gradients, factor))
+                if one is not None:
+                    _run_kernel(gradients, device, dtype, flags[device], one)
+        except BaseException:
+            # One that the kernel refuses: the others are to be as they were.
+            for device, dtype, gradients, factor in done:
+                _run_kernel(gradients, device, dtype, torch.zeros((), device=device), factor.reciprocal())
+            raise
         return flags
 
 
@@ -71,6 +99,11 @@ def each_parameter_of(optimizer: Any) -> Iterator[Tensor]:
     return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
+def version_of(gradient: Tensor) -> int:
+    """Give a tensor's version; inference tensors have none."""
+    return 0 if gradient.is_inference() else gradient._version
+
+
 def versions_of(optimizer: torch.optim.Optimizer, most: int | None = None) -> list[tuple[Tensor, int]]:
     """List gradients with their versions, which every write in place counts up: all of an optimizer's, or the first few."""
     found: list[tuple[Tensor, int]] = []
@@ -78,7 +111,7 @@ def versions_of(optimizer: torch.optim.Optimizer, most: int | None = None) -> li
         if len(found) == most:
             break
         if parameter.grad is not None:
-            found.append((parameter.grad, parameter.grad._version))
+            found.append((parameter.grad, version_of(parameter.grad)))
     return found
 
 
@@ -117,8 +150,9 @@ def collect(parameters: Iterable[Tensor], factors: Mapping[int, Tensor]) -> Grad
             continue
         dtype = gradient.dtype
         if type(gradient) is not Tensor or gradient.layout is not strided or dtype in _COMPLEX:
-            gradient = _writable(parameter, gradient)
+            original, gradient = _writable(parameter, gradient)
             dtype = gradient.dtype
+            found.originals.append(original)
         if factors:
             own = factors.get(id(parameter))
         key = (gradient.device, dtype, id(own))
@@ -141,14 +175,15 @@ def values_of(gradient: Tensor) -> Tensor:
     return values
 
 
-def _writable(parameter: Tensor, gradient: Tensor) -> Tensor:
+def _writable(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Give a gradient, which may be put in another form first, and the tensor that the kernel can write into."""
     if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16 and not gradient.is_coalesced():
         gradient = gradient.float().coalesce().half().coalesce()
         parameter.grad = gradient
     if gradient.is_complex() and gradient.layout is torch.strided and gradient.is_conj():
         gradient = gradient.resolve_conj()
         parameter.grad = gradient
-    return values_of(gradient)
+    return gradient, values_of(gradient)
 
 
 def _run_kernel(

@@ -5,6 +5,7 @@ What ``num_losses`` was in Apex. The scale of one loss does not hear of another'
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,56 +16,98 @@ from torch import Tensor
 from mezzo.errors import ScalerProtocolError, SkippedStepsError
 from mezzo.torch import contract
 from mezzo.torch.gradients import are_same, parameters_of, versions_of
-from mezzo.torch.scaler_verdicts import STEPPED, UNSCALED
+from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
 from mezzo.torch.updating import add_up
 
 if TYPE_CHECKING:
     from mezzo.torch.scaler import GradScaler
 
-__all__ = ["merging", "step_merged"]
+__all__ = ["merging", "refuse_others", "step_merged"]
+
+_inside: set[int] = set()
+"""The ids of the optimizers in whose `merge` regions we are; each is held by its region."""
+
+_merged: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+"""The scalers that have ever merged."""
 
 
 @contextmanager
 def merging(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Unscale what backward passes in the region add; see `GradScaler.merge`."""
-    if not scaler._enabled:
-        yield
-        return
-    state = scaler._state_of(optimizer)
-    if state["stage"] is STEPPED:
-        msg = "merge() is being called after step(). Call it before step_merged(), or update() first."
-        raise ScalerProtocolError(msg)
+    _enter(scaler, optimizer)
+    state = scaler._state_of(optimizer) if scaler._enabled else {}
+    kept = dict(state)
     parameters = parameters_of(optimizer)
     others = [parameter.grad for parameter in parameters]
-    scaler._open.settle()
     scaled_before, scaler._scaled_now = scaler._scaled_now, False
-    state["merging"] = True
+    # Here there are only this loss's gradients, and those are scaled.
+    state["merging"], state["stage"], state["found_inf_per_device"] = True, SCALED, {}
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
-        if not scaler._scaled_now and any(parameter.grad is not None for parameter in parameters):
-            msg = (
-                "Gradients came in a merge() region in which this scaler's scale() was not called. Call "
-                "scaler.scale(loss).backward() with the scaler whose merge() it is."
-            )
-            raise ScalerProtocolError(msg)
-        earlier = state["found_inf_per_device"]
-        if scaler._scaled_now:
-            scaler._unscale(optimizer, state)
-        state["stage"] = UNSCALED
+        if scaler._enabled:
+            _unscale_new(scaler, optimizer, state)
     except BaseException:
         for parameter, other in zip(parameters, others, strict=True):
             parameter.grad = other
+        state.clear()
+        state.update(kept)
+        scaler._scaled_now = scaled_before
         raise
     finally:
+        _inside.discard(id(optimizer))
         state["merging"] = False
-        scaler._scaled_now = scaler._scaled_now or scaled_before
-    for device, flag in earlier.items():
+    scaler._scaled_now = scaler._scaled_now or scaled_before
+    for device, flag in kept.get("found_inf_per_device", {}).items():
         found = state["found_inf_per_device"].setdefault(device, flag)
         state["found_inf_per_device"][device] = add_up([found, flag], device)
     _add(parameters, others)
     state["sum"] = versions_of(optimizer, most=1)
+    if scaler._enabled:
+        _merged.add(scaler)
+
+
+def refuse_others(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a plain step of an optimizer that has gradients of other scalers too, whose verdicts it would not ask for.
+
+    Raises:
+        ScalerProtocolError: It has.
+    """
+    for other in list(_merged):
+        state = other._per_optimizer_states.get(id(optimizer), {})
+        if other is not scaler and state.get("sum") and state["stage"] is UNSCALED:
+            msg = "Several scalers have merged gradients for this optimizer. Call step_merged(optimizer, scalers)."
+            raise ScalerProtocolError(msg)
+
+
+def _enter(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    if id(optimizer) in _inside:
+        msg = "merge() regions of one optimizer cannot be nested. End one before the next loss's backward pass."
+        raise ScalerProtocolError(msg)
+    if scaler._enabled:
+        scaler._open.settle()
+        state = scaler._state_of(optimizer)
+        if state["stage"] is STEPPED:
+            msg = "merge() is being called after step(). Call it before step_merged(), or update() first."
+            raise ScalerProtocolError(msg)
+        if state["stage"] is not UNSCALED and scaler._scaled_now:
+            # Gradients of this scaler that came before, without merge().
+            scaler._unscale(optimizer, state)
+    _inside.add(id(optimizer))
+
+
+def _unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    if scaler._scaled_now:
+        if state["stage"] is SCALED:
+            scaler._unscale(optimizer, state)
+    elif any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+        msg = (
+            "Gradients came in a merge() region in which this scaler's scale() was not called. Call "
+            "scaler.scale(loss).backward() with the scaler whose merge() it is."
+        )
+        raise ScalerProtocolError(msg)
+    state["stage"] = UNSCALED
 
 
 @torch.no_grad()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +52,14 @@ class Counts:
     """How many NaN and Inf each gradient had when it was looked at; on the devices until it is read.
 
     Args:
-        parameters: Those that had gradients.
+        parameters: The ids of those that had gradients.
         counted: For each, its device's 1-D int64 tensor of two: NaN, Inf.
         sizes: For each gradient its number of elements and its dtype.
     """
 
     __slots__ = ("counted", "parameters", "sizes")
 
-    def __init__(self, parameters: list[Tensor], counted: list[Tensor], sizes: list[tuple[int, torch.dtype]]) -> None:
+    def __init__(self, parameters: list[int], counted: list[Tensor], sizes: list[tuple[int, torch.dtype]]) -> None:
         self.parameters = parameters
         self.counted = counted
         self.sizes = sizes
@@ -87,7 +89,7 @@ class Counts:
             nan, inf = read[index]
             if nan or inf:
                 numel, dtype = self.sizes[index]
-                name = names.get(id(parameter), "a parameter that has left the optimizer")
+                name = names.get(parameter, "a parameter that has left the optimizer")
                 found.append(NonFinite(name, nan, inf, numel, str(dtype).removeprefix("torch.")))
         return tuple(found)
 
@@ -95,11 +97,16 @@ class Counts:
 class Overflow:
     """A step that was skipped, as a callback gets it.
 
-    Everything but ``optimizer`` and ``skipped_in_a_row`` is read from the device when it is asked for.
+    Numbers are read from the device when they are asked for. It keeps the optimizer and its parameters alive no longer than
+    anybody else does.
 
     Attributes:
         optimizer: The optimizer that did not step.
         skipped_in_a_row: How many steps of it were skipped in a row, this one included.
+        scale: The scale of the loss at that step.
+        parameters: The parameters whose gradients were not finite, in the optimizer's order.
+        known: Whether they are known.
+        describe: Names them in one line, or says why they are not known.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class Overflow:
         *,
         changed: bool,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer: Any = _reference(optimizer)
         self.skipped_in_a_row = skipped_in_a_row
         self._scale = scale
         self._counts = counts
@@ -121,6 +128,11 @@ class Overflow:
         self._why_unknown = why_unknown or _CHANGED
         self._changed = changed
         self._parameters: tuple[NonFinite, ...] | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that did not step, or None if it is gone."""
+        return self._optimizer()
 
     @property
     def scale(self) -> float:
@@ -138,7 +150,8 @@ class Overflow:
         if self._parameters is None:
             if self._counts is None:
                 return ()
-            names = parameter_names(self.optimizer, self._counts.parameters, self._given_names)
+            optimizer = self._optimizer()
+            names = {} if optimizer is None else parameter_names(optimizer, self._counts.parameters, self._given_names)
             found = self._counts.read(names)
             all_nan = len(found) == len(self._counts.parameters) and all(one.nan == one.numel for one in found)
             # What was changed afterwards, by clipping say, still tells something unless there is nothing left but NaN.
@@ -166,6 +179,13 @@ class Overflow:
         return f"<Overflow: {self.skipped_in_a_row} skipped in a row, at scale {self.scale}: {self.describe()}>"
 
 
+def _reference(optimizer: torch.optim.Optimizer) -> Any:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer  # no weak references to it
+
+
 @torch.no_grad()
 def count(parameters: Iterable[Tensor]) -> Counts:
     """Count NaN and Inf in the gradients of parameters, on their devices and without a host read."""
@@ -176,20 +196,20 @@ def count(parameters: Iterable[Tensor]) -> Counts:
         values = values_of(parameter.grad)
         # Types of eight bits know no test for finiteness of their own.
         looked_at = values.float() if values.dtype.itemsize == 1 else values
-        having.append(parameter)
+        having.append(id(parameter))
         counted.append(torch.stack([looked_at.isnan().sum(), looked_at.isinf().sum()]))
         sizes.append((values.numel(), parameter.grad.dtype))
     return Counts(having, counted, sizes)
 
 
 def parameter_names(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], given: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, parameters: Iterable[int], given: Mapping[int, str]
 ) -> dict[int, str]:
     """Name parameters: as they were given, else as the optimizer or a living module knows them, else by position.
 
     Args:
         optimizer: The optimizer that has them.
-        parameters: Those to name.
+        parameters: The ids of those to name.
         given: From the ids of parameters to names that the user gave.
 
     Returns:
@@ -202,7 +222,7 @@ def parameter_names(
         # There if the optimizer was made from model.named_parameters().
         listed.update({id(one): name for one, name in zip(group["params"], group.get("param_names", ()), strict=False)})
     known = {**listed, **given}
-    nameless = {id(parameter) for parameter in parameters} - known.keys()
+    nameless = set(parameters) - known.keys()
     return {**places, **(_names_in_modules(nameless) if nameless else {}), **known}
 
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mezzo.errors import ScalerProtocolError
-from mezzo.torch.gradients import values_of
+from mezzo.torch.gradients import values_of, version_of
 
-__all__ = ["OpenGradients"]
+__all__ = ["OpenGradients", "Owner"]
+
+_MOST_LOSSES = 64
+"""How many scaled losses to remember before looking which are still there."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +39,25 @@ class _Pass:
     others: list[tuple[Tensor, Tensor | None, int]]
 
 
+class Owner(Protocol):
+    """A scaler, seen from here."""
+
+    def _open_parameters(self, is_reached: Callable[[Tensor], bool]) -> list[Tensor]: ...
+
+    def _unscale_again(self, parameters: list[Tensor]) -> None: ...
+
+    def _scale_or_one(self) -> Tensor: ...
+
+
 class OpenGradients:
     """Watches the backward passes of scaled losses, for the optimizers whose gradients are unscaled.
 
     Args:
-        parameters: Gives the parameters of each optimizer whose gradients are unscaled now.
-        scale: Gives the scale.
-        unscale_again: Called after a pass, with the parameters that it added scaled gradients to.
+        owner: The scaler, asked for the parameters whose gradients are unscaled, and told what to unscale after a pass.
     """
 
-    def __init__(
-        self,
-        parameters: Callable[[], list[Tensor]],
-        scale: Callable[[], Tensor],
-        unscale_again: Callable[[list[Tensor]], None],
-    ) -> None:
-        self._parameters = parameters
-        self._scale = scale
-        self._unscale_again = unscale_again
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._losses: list[weakref.ref[Tensor]] = []
         self._passes: dict[int, _Pass] = {}
 
@@ -64,12 +68,16 @@ class OpenGradients:
             loss: What ``scale`` gives out.
             watch: Watch its backward pass: gradients are unscaled now.
         """
-        if not loss.requires_grad:
+        # Transforms of torch.func have gradients of their own.
+        if not loss.requires_grad or torch._C._functorch.peek_interpreter_stack() is not None:
             return
+        self.settle()
         if watch:
             loss.register_hook(self._before)
-        else:
-            self._losses.append(weakref.ref(loss))
+            return
+        if len(self._losses) >= _MOST_LOSSES:
+            self._losses = [reference for reference in self._losses if reference() is not None]
+        self._losses.append(weakref.ref(loss))
 
     def unscaled(self) -> None:
         """Watch the losses that were scaled before, if they are still held: their backward passes may be to come."""
@@ -87,31 +95,43 @@ class OpenGradients:
         this = torch._C._current_graph_task_id()
         if this in self._passes:
             return
-        # One that belongs to two optimizers is there twice.
-        parameters = list({id(one): one for one in self._parameters()}.values())
-        if not parameters:
-            return
+        reached_ids: dict[int, bool] = {}
+
+        def is_reached(parameter: Tensor) -> bool:
+            key = id(parameter)
+            if key not in reached_ids:
+                reached_ids[key] = _is_reached(parameter)
+            return reached_ids[key]
+
         with torch.no_grad():
-            reached = [one for one in parameters if _is_reached(one)]
-            _multiply_([one.grad for one in reached if one.grad is not None], self._scale())
-        known = {id(one) for one in reached}
-        others = [(one, one.grad, _version(one.grad)) for one in parameters if id(one) not in known]
+            # One that belongs to two optimizers is there twice.
+            parameters = list({id(one): one for one in self._owner._open_parameters(is_reached)}.values())
+            if not parameters:
+                return
+            reached = [one for one in parameters if is_reached(one)]
+            _multiply_([one.grad for one in reached if one.grad is not None], self._owner._scale_or_one())
+        others = [(one, one.grad, _version(one.grad)) for one in parameters if not is_reached(one)]
         self._passes[this] = _Pass(reached, others)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after(this))
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # From the end of the pass once more to the end: DDP and FSDP write gradients in callbacks of their own.
+        queue(lambda: queue(lambda: queue(lambda: self._after(this))))
 
     def settle(self) -> None:
         """Unscale what backward passes that ended in an exception left scaled."""
-        for this in list(self._passes):
-            self._after(this)
+        if self._passes and torch._C._current_graph_task_id() == -1:
+            for this in list(self._passes):
+                self._after(this)
 
     def _after(self, this: int) -> None:
-        done = self._passes.pop(this)
+        done = self._passes.pop(this, None)
+        if done is None:
+            return
         changed = [
             (one, gradient)
             for one, gradient, version in done.others
-            if one.grad is not None and (one.grad is not gradient or one.grad._version != version)
+            if one.grad is not None and (one.grad is not gradient or _version(one.grad) != version)
         ]
-        self._unscale_again([*done.reached, *(one for one, gradient in changed if gradient is None)])
+        self._owner._unscale_again([*done.reached, *(one for one, gradient in changed if gradient is None)])
         mixed = sum(gradient is not None for _, gradient in changed)
         if mixed:
             msg = (
@@ -128,12 +148,12 @@ def _is_reached(parameter: Tensor) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:
-        return False  # torch.autograd.grad, which adds to no gradient
+    except (RuntimeError, AttributeError):
+        return False  # torch.autograd.grad, which adds to no gradient; or a transform
 
 
 def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
+    return 0 if gradient is None else version_of(gradient)
 
 
 def _multiply_(gradients: list[Any], scale: Tensor) -> None:

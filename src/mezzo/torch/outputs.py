@@ -14,14 +14,15 @@ __all__ = ["scale_nested"]
 NOT_TENSORS = "outputs must be a Tensor or an iterable of Tensors"
 
 
-def scale_nested(outputs: Any, scale: Callable[[Tensor], Tensor], *, outermost: bool = True) -> Any:
+def scale_nested(outputs: Any, scale: Callable[[Tensor], Tensor], *, field: bool = False) -> Any:
     """Scale each tensor in a container.
 
     Args:
         outputs: A container: list, tuple, named tuple, mapping, dataclass, or what else is registered with PyTorch's
             pytrees; containers may be nested. Of any other iterable, such as a generator, the result is an iterator.
         scale: What to do with a tensor.
-        outermost: Whether it is what the user gave: within a container None stays None, as of an output that is not there.
+        field: Whether it has a name, in a mapping, a named tuple or a dataclass: there None stays None, for an output that
+            is not there.
 
     Returns:
         A container of the same type with the scaled tensors.
@@ -31,26 +32,25 @@ def scale_nested(outputs: Any, scale: Callable[[Tensor], Tensor], *, outermost: 
     """
     if isinstance(outputs, Tensor):
         return scale(outputs)
-    if outputs is None and not outermost:
+    if outputs is None and field:
         return None
     if isinstance(outputs, list | tuple):
-        scaled = [scale_nested(each, scale, outermost=False) for each in outputs]
+        named = hasattr(outputs, "_fields")
+        scaled = [scale_nested(each, scale, field=named) for each in outputs]
         # A named tuple takes its fields one by one.
-        return type(outputs)(*scaled) if hasattr(outputs, "_fields") else type(outputs)(scaled)
+        return type(outputs)(*scaled) if named else type(outputs)(scaled)
     if pytree._get_node_type(outputs) in pytree.SUPPORTED_NODES:
         children, spec = pytree.tree_flatten(outputs, is_leaf=lambda each: each is not outputs)
-        return pytree.tree_unflatten([scale_nested(each, scale, outermost=False) for each in children], spec)
+        return pytree.tree_unflatten([scale_nested(each, scale, field=True) for each in children], spec)
     if isinstance(outputs, Mapping):
-        return _copy_of_mapping(
-            outputs, {key: scale_nested(each, scale, outermost=False) for key, each in outputs.items()}
-        )
+        return _copy_of_mapping(outputs, {key: scale_nested(each, scale, field=True) for key, each in outputs.items()})
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
         return dataclasses.replace(
-            outputs, **{name: scale_nested(each, scale, outermost=False) for name, each in fields.items()}
+            outputs, **{name: scale_nested(each, scale, field=True) for name, each in fields.items()}
         )
     if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-        return (scale_nested(each, scale, outermost=False) for each in outputs)
+        return (scale_nested(each, scale) for each in outputs)
     msg = f"{NOT_TENSORS}; got {outputs!r:.80} of type {type(outputs).__name__}. Scale the loss, before backward()."
     raise ValueError(msg)
 

@@ -22,7 +22,7 @@ from mezzo.torch.closures import closure_in, step_with_closure
 from mezzo.torch.contract import decides_itself
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
 from mezzo.torch.gradients import parameters_of
-from mezzo.torch.merging import merging
+from mezzo.torch.merging import merging, refuse_others
 from mezzo.torch.outputs import scale_nested
 from mezzo.torch.scaler_reports import Reports
 from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
@@ -182,7 +182,7 @@ class GradScaler(Reports):
             msg = "unscale_() is being called after step(). Call it before step(), or update() first."
             raise ScalerProtocolError(msg)
         if state["stage"] is UNSCALED and not self._has_new_gradients(optimizer, state):
-            self._refuse_unseen(state)
+            self._refuse_unseen()
             return
         self._unscale(optimizer, state)
         self._open.unscaled()
@@ -210,9 +210,11 @@ class GradScaler(Reports):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = closure_in(args, kwargs)
+        closure = closure_in(optimizer, args, kwargs)
         # With a closure, it is the closure that calls scale().
         state = self._begin_step(optimizer, scaled=closure is None)
+        if state.get("sum"):
+            refuse_others(self, optimizer)
         if closure is not None:
             return step_with_closure(self, optimizer, state, args, kwargs)
         if decides_itself(optimizer):
@@ -352,11 +354,10 @@ class GradScaler(Reports):
             listed = list(parameters.parameters())
         else:
             listed = list(parameters)
-        unscaled = self._unscaled_ids() if self._scaled_now else {id(one) for one in listed}
         sorted_: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for parameter in listed:
+        for parameter, unscaled in zip(listed, self._are_unscaled(listed), strict=True):
             if parameter.grad is not None:
-                sorted_[id(parameter) in unscaled].append(parameter.grad)
+                sorted_[unscaled].append(parameter.grad)
         return sorted_
 
     # Several losses, several backward passes

@@ -20,6 +20,7 @@ from mezzo.torch.health import Health
 from mezzo.torch.history import History
 from mezzo.torch.nan_rule import NanRule
 from mezzo.torch.nonfinite import Counts, Overflow
+from mezzo.torch.open_gradients import OpenGradients
 from mezzo.torch.scaler_numbers import Numbers
 from mezzo.torch.updating import add_up
 
@@ -50,6 +51,7 @@ class Verdicts(Numbers):
     """What is known to a scaler."""
 
     _process_group: ProcessGroup | None
+    _open: OpenGradients
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class Verdicts(Numbers):
         self._left: list[tuple[torch.optim.Optimizer, Left]] = []
         self._held: list[Tensor] = []
         self._holds = 0
+        # Whether gradients of an earlier iteration may still be scaled.
+        self._windows = False
         self._nan_rule = NanRule(self._max_nan_backoffs)
         self._of_this_run = {"_of_this_run", *self.__dict__} - before
 
@@ -107,6 +111,7 @@ class Verdicts(Numbers):
     def _was_loaded(self, tracker: int) -> None:
         # A tracker counts finite iterations: the run that was saved had made a step.
         self._health.settled = self._health.settled or tracker > 0
+        self._held.clear()
 
     def _notice_other_hands(self, scale: Tensor) -> None:
         """Others write to ``_scale`` too; then nothing is known of it."""

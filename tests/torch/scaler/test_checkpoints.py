@@ -242,7 +242,8 @@ def test_the_refusal_of_a_collapsed_scale_says_what_to_do() -> None:
     scaler = make_scaler("mezzo")
     state = {**scaler.state_dict(), "scale": 0.0}
     with pytest.raises(
-        ScalingError, match=r"has scale 0\.0: .* has collapsed; set state_dict\['scale'\] to one such as"
+        ScalingError,
+        match=r"has scale 0\.0, .* has collapsed, or is no number. Set state_dict\['scale'\] to one such as",
     ):
         scaler.load_state_dict(state)
 
