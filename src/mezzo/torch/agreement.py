@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["agree_", "check_process_group", "has_partial", "local", "meshes"]
+__all__ = ["agree_", "check_process_group", "has_partial", "is_distributed", "local", "meshes"]
 
 
 def local(gradient: Tensor) -> Tensor:
@@ -56,6 +56,14 @@ def local(gradient: Tensor) -> Tensor:
         held: Any = gradient.to_local()
     # A DTensor that was just redistributed holds the promise of a tensor, with the tensor inside.
     return held.wait() if hasattr(held, "trigger_wait") else held  # type: ignore[no-any-return]
+
+
+def is_distributed(parameter: Tensor) -> bool:
+    """Say whether a tensor is a DTensor."""
+    if type(parameter) is Parameter:
+        return False
+    distributed = _dtensor_type()
+    return distributed is not None and isinstance(parameter, distributed)
 
 
 def meshes(parameters: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.torch.gradients import values_of
 
-__all__ = ["Counts", "NonFinite", "Overflow", "count", "parameter_names"]
+__all__ = ["Counts", "NonFinite", "Overflow", "count", "parameter_names", "reference_to"]
 
 _CHANGED = (
     "the gradients were changed between unscale_ and step; clip with the scaler's clip_grad_norm_, which leaves gradients "
@@ -120,7 +120,7 @@ class Overflow:
         *,
         changed: bool,
     ) -> None:
-        self._optimizer: Any = _reference(optimizer)
+        self._optimizer: Any = reference_to(optimizer)
         self.skipped_in_a_row = skipped_in_a_row
         self._scale = scale
         self._counts = counts
@@ -179,7 +179,8 @@ class Overflow:
         return f"<Overflow: {self.skipped_in_a_row} skipped in a row, at scale {self.scale}: {self.describe()}>"
 
 
-def _reference(optimizer: torch.optim.Optimizer) -> Any:
+def reference_to(optimizer: torch.optim.Optimizer) -> Any:
+    """Give a function that gives the optimizer, or None once it is gone; if it can be, one that does not keep it alive."""
     try:
         return weakref.ref(optimizer)
     except TypeError:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mezzo.errors import ScalerProtocolError
+from mezzo.torch.agreement import is_distributed, local
 from mezzo.torch.gradients import values_of, version_of
 
 __all__ = ["OpenGradients", "Owner"]
@@ -146,6 +147,9 @@ def _is_reached(parameter: Tensor) -> bool:
     """Say whether the backward pass that is going on will add to a parameter's gradient."""
     if not parameter.requires_grad:
         return False
+    if is_distributed(parameter):
+        # FSDP2 writes to it from hooks of other parameters. Multiplied and divided it is the same as before.
+        return True
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except (RuntimeError, AttributeError):
@@ -153,7 +157,7 @@ def _is_reached(parameter: Tensor) -> bool:
 
 
 def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else version_of(gradient)
+    return 0 if gradient is None else version_of(local(gradient))
 
 
 def _multiply_(gradients: list[Any], scale: Tensor) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import ScalerProtocolError
-from mezzo.torch.gradients import each_parameter_of, parameters_of, version_of
+from mezzo.torch.gradients import parameters_of, version_of
 from mezzo.torch.health import LAG
-from mezzo.torch.nonfinite import Overflow
-from mezzo.torch.scaler_verdicts import SCALED, UNSCALED, Left, Verdicts, fresh_state
+from mezzo.torch.nonfinite import Overflow, reference_to
+from mezzo.torch.scaler_verdicts import STEPPED, UNSCALED, Left, Verdicts, fresh_state
 from mezzo.torch.updating import Rule, add_up, guarded_update_, update_
 
 __all__ = ["Iterations"]
@@ -125,14 +125,11 @@ class Iterations(Verdicts):
             and state.get("optimizer") is not None
             and (left := _left_of(state["optimizer"]))
         ]
-        stepped = {
-            id(state.get("optimizer")) for state in self._per_optimizer_states.values() if state["stage"] is not SCALED
-        }
-        # Another optimizer's gradients may still be scaled: it steps less often.
-        self._windows = self._scaled_now and any(
-            id(optimizer) not in stepped and any(one.grad is not None for one in each_parameter_of(optimizer))
-            for optimizer, _ in self._history.all()
-        )
+        self._stepped_last = [
+            reference_to(state["optimizer"])
+            for state in self._per_optimizer_states.values()
+            if state["stage"] is STEPPED and state.get("optimizer") is not None
+        ]
         self._scaled_now = self._scaled_unseen = False
         self._open.closed()
         self._per_optimizer_states = defaultdict(fresh_state)

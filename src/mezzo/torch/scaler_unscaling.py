@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import ScalerProtocolError
-from mezzo.torch.gradients import Gradients, are_same, collect, each_parameter_of, parameters_of, versions_of
+from mezzo.torch.gradients import (
+    Gradients,
+    are_same,
+    collect,
+    each_parameter_of,
+    parameters_of,
+    version_of,
+    versions_of,
+)
 from mezzo.torch.nonfinite import Counts, count
 from mezzo.torch.open_gradients import OpenGradients
 from mezzo.torch.scaler_iterations import Iterations
@@ -136,9 +144,13 @@ class Unscaling(Iterations):
 
     def _are_unscaled(self, parameters: list[Tensor]) -> list[bool]:
         """Say of each parameter whether its gradient is unscaled now, as far as is known."""
-        if self._scale is None or not (self._scaled_now or self._holds or self._windows):
+        if self._scale is None:
             return [True] * len(parameters)
-        open_ids: set[int] = set()
+        open_ids = {id(each[0]) for _, left in self._left for each in left if _intact([each])}
+        if not self._scaled_now:
+            # Others accumulate for longer, and are not stepped at each update.
+            stepped_last = [optimizer for get in self._stepped_last if (optimizer := get()) is not None]
+            open_ids.update(id(one) for optimizer in stepped_last for one in each_parameter_of(optimizer))
         stepped: list[dict[str, Any]] = []
         for state in self._per_optimizer_states.values():
             if state.get("by_contract") or state.get("optimizer") is None:
@@ -244,7 +256,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def _intact(left: list[tuple[Tensor, Tensor, int]]) -> bool:
     """Say whether the gradients that were left unscaled are the same, and nobody has written to them."""
-    return all(one.grad is gradient and gradient._version == version for one, gradient, version in left)
+    return all(one.grad is gradient and version_of(gradient) == version for one, gradient, version in left)
 
 
 def _is_recorded(parameter: Tensor, state: dict[str, Any]) -> bool:

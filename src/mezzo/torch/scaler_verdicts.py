@@ -87,8 +87,8 @@ class Verdicts(Numbers):
         self._left: list[tuple[torch.optim.Optimizer, Left]] = []
         self._held: list[Tensor] = []
         self._holds = 0
-        # Whether gradients of an earlier iteration may still be scaled.
-        self._windows = False
+        # The optimizers that were stepped before the last update: their gradients are unscaled until more come.
+        self._stepped_last: list[Any] = []
         self._nan_rule = NanRule(self._max_nan_backoffs)
         self._of_this_run = {"_of_this_run", *self.__dict__} - before
 
