@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LAG", "Health"]
+__all__ = ["LAG", "Health", "unknown_flags"]
 
 LAG = 4
 """How many iterations later the host looks at what it did not wait for; 0 on a CPU, where there is nothing to wait for."""
@@ -118,7 +118,7 @@ class Health:
     def send(self, found: Tensor, flags: Tensor | None, scale: Tensor, *, learn: bool) -> None:
         """Send to the host how an iteration went, and the scale after it."""
         if flags is None:
-            flags = torch.tensor([0.0, 0.0, 1.0]).to(found.device, non_blocking=True)
+            flags = unknown_flags(found.device)
         numbers = torch.cat([found.reshape(1), flags, scale.reshape(1)])
         arrived = None
         if numbers.device.type != "cpu":
@@ -147,6 +147,13 @@ class Health:
                 self.learn(found=bool(found), flags=_nan_only(nan, inf, unknown))
                 skipped += bool(found)
         return skipped
+
+
+def unknown_flags(device: torch.device) -> Tensor:
+    """Give the flags of which nothing is known, made on the device: copying numbers there would wait for it."""
+    flags = torch.zeros(3, device=device)
+    flags[2].fill_(1.0)
+    return flags
 
 
 def _nan_only(nan: float, inf: float, unknown: float) -> bool | None:

@@ -20,19 +20,19 @@ from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
 from mezzo.torch.updating import add_up
 
 if TYPE_CHECKING:
-    from mezzo.torch.scaler import GradScaler
+    from mezzo.torch.scaler_steps import ScalerSteps
 
 __all__ = ["merging", "refuse_others", "step_merged"]
 
 _inside: set[int] = set()
 """The ids of the optimizers in whose `merge` regions we are; each is held by its region."""
 
-_merged: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+_merged: weakref.WeakSet[ScalerSteps] = weakref.WeakSet()
 """The scalers that have ever merged."""
 
 
 @contextmanager
-def merging(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def merging(scaler: ScalerSteps, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Unscale what backward passes in the region add; see `GradScaler.merge`."""
     _enter(scaler, optimizer)
     state = scaler._state_of(optimizer) if scaler._enabled else {}
@@ -68,7 +68,7 @@ def merging(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[No
         _merged.add(scaler)
 
 
-def refuse_others(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def refuse_others(scaler: ScalerSteps, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a plain step of an optimizer that has gradients of other scalers too, whose verdicts it would not ask for.
 
     Raises:
@@ -81,7 +81,7 @@ def refuse_others(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
             raise ScalerProtocolError(msg)
 
 
-def _enter(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def _enter(scaler: ScalerSteps, optimizer: torch.optim.Optimizer) -> None:
     if id(optimizer) in _inside:
         msg = "merge() regions of one optimizer cannot be nested. End one before the next loss's backward pass."
         raise ScalerProtocolError(msg)
@@ -97,7 +97,7 @@ def _enter(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     _inside.add(id(optimizer))
 
 
-def _unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _unscale_new(scaler: ScalerSteps, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     if scaler._scaled_now:
         if state["stage"] is SCALED:
             scaler._unscale(optimizer, state)
@@ -123,7 +123,7 @@ def _add(parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
 
 
 def step_merged(
-    optimizer: torch.optim.Optimizer, scalers: Sequence[GradScaler] | GradScaler, *args: Any, **kwargs: Any
+    optimizer: torch.optim.Optimizer, scalers: Sequence[ScalerSteps] | ScalerSteps, *args: Any, **kwargs: Any
 ) -> Any:
     """Step once with gradients that several scalers have merged, if all of them were finite.
 
@@ -186,7 +186,7 @@ def _checked(scalers: Any) -> list[Any]:
     return listed
 
 
-def _merged_state(scaler: GradScaler, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
+def _merged_state(scaler: ScalerSteps, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
     state = scaler._begin_step(optimizer, scaled=False)
     if state["stage"] is not UNSCALED:
         msg = (
@@ -198,7 +198,7 @@ def _merged_state(scaler: GradScaler, optimizer: torch.optim.Optimizer, index: i
 
 
 def _end(
-    scalers: Sequence[GradScaler],
+    scalers: Sequence[ScalerSteps],
     states: Sequence[dict[str, Any]],
     optimizer: torch.optim.Optimizer,
     verdicts: list[bool] | None,

@@ -354,11 +354,11 @@ class GradScaler(Reports):
             listed = list(parameters.parameters())
         else:
             listed = list(parameters)
-        sorted_: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for parameter, unscaled in zip(listed, self._are_unscaled(listed), strict=True):
-            if parameter.grad is not None:
-                sorted_[unscaled].append(parameter.grad)
-        return sorted_
+        pairs = list(zip(listed, self._are_unscaled(listed), strict=True))
+        return (
+            [one.grad for one, unscaled in pairs if one.grad is not None and not unscaled],
+            [one.grad for one, unscaled in pairs if one.grad is not None and unscaled],
+        )
 
     # Several losses, several backward passes
 
@@ -388,14 +388,13 @@ class GradScaler(Reports):
         return merging(self, optimizer)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Keep the scale until the end of the region: `update` inside takes verdicts down for the first `update` after it.
+        """Keep the scale until the end of the region: `update` inside takes verdicts down for the first one after it.
 
         For accumulation over several iterations of another optimizer of the same scaler. Where `update` is called only
         after the last micro-batch, as usual, the scale stays by itself.
 
         Example:
-            >>> scaler = GradScaler("cpu")
-            >>> with scaler.accumulate():
+            >>> with GradScaler("cpu").accumulate():
             ...     pass
         """
         return self._holding()

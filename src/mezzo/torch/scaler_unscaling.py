@@ -19,6 +19,7 @@ from mezzo.torch.gradients import (
     version_of,
     versions_of,
 )
+from mezzo.torch.health import unknown_flags
 from mezzo.torch.nonfinite import Counts, count
 from mezzo.torch.open_gradients import OpenGradients
 from mezzo.torch.scaler_iterations import Iterations
@@ -245,7 +246,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 def flags_of(counts: Counts | None, device: torch.device) -> Tensor:
     """Any NaN, any Inf, and whether neither is known, as `Health.learn` takes them."""
     if counts is None:
-        return torch.tensor([0.0, 0.0, 1.0], device=device)
+        return unknown_flags(device)
     return torch.cat([counts.flags(device), torch.zeros(1, device=device)])
 
 

@@ -16,7 +16,7 @@ from mezzo.errors import ScalerProtocolError, ScalingError, SkippedStepsError
 from mezzo.torch.agreement import agree_, check_process_group, meshes
 from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.gradients import each_parameter_of
-from mezzo.torch.health import Health
+from mezzo.torch.health import Health, unknown_flags
 from mezzo.torch.history import History
 from mezzo.torch.nan_rule import NanRule
 from mezzo.torch.nonfinite import Counts, Overflow
@@ -140,7 +140,7 @@ class Verdicts(Numbers):
         flags = state["found_inf_per_device"]
         closer = state.get("flags")
         if closer is None:
-            closer = torch.tensor([0.0, 0.0, float(bool(flags))], device=scale.device)
+            closer = unknown_flags(scale.device) if flags else torch.zeros(3, device=scale.device)
         found = add_up([none, *flags.values()], scale.device)
         given_up = add_up([none, *state.get("given_up", ())], scale.device)
         together = torch.cat([torch.stack([found, given_up]), closer])
