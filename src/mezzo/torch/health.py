@@ -151,9 +151,7 @@ class Health:
 
 def unknown_flags(device: torch.device) -> Tensor:
     """Give the flags of which nothing is known, made on the device: copying numbers there would wait for it."""
-    flags = torch.zeros(3, device=device)
-    flags[2].fill_(1.0)
-    return flags
+    return torch.cat([torch.zeros(2, device=device), torch.ones(1, device=device)])
 
 
 def _nan_only(nan: float, inf: float, unknown: float) -> bool | None:
