@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["agree_", "check_process_group", "has_partial", "is_distributed", "local", "meshes"]
 
 
+_PLAIN = (Parameter, Tensor)
+"""What nearly all parameters are, and no DTensor is; to ask for an instance takes longer."""
+
+
 def local(gradient: Tensor) -> Tensor:
     """Give the part of a gradient that this rank holds.
 
@@ -60,7 +64,7 @@ def local(gradient: Tensor) -> Tensor:
 
 def is_distributed(parameter: Tensor) -> bool:
     """Say whether a tensor is a DTensor."""
-    if type(parameter) is Parameter:
+    if type(parameter) in _PLAIN:
         return False
     distributed = _dtensor_type()
     return distributed is not None and isinstance(parameter, distributed)
@@ -90,7 +94,7 @@ def meshes(parameters: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
         return ()
     found: dict[DeviceMesh, None] = {}
     for parameter in parameters:
-        if type(parameter) is not Parameter and isinstance(parameter, distributed):
+        if type(parameter) not in _PLAIN and isinstance(parameter, distributed):
             found[parameter.device_mesh] = None
     return tuple(found)
 
@@ -118,7 +122,7 @@ def has_partial(parameters: Iterable[Tensor]) -> bool:
         return False
     for parameter in parameters:
         # Gradients of plain parameters are plain, and looking at them costs more than looking at the parameter's class.
-        if type(parameter) is Parameter:
+        if type(parameter) in _PLAIN:
             continue
         gradient = parameter.grad
         if isinstance(gradient, distributed) and any(placement.is_partial() for placement in gradient.placements):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from mezzo.torch.eager import runs_eagerly
 __all__ = ["attributes", "decides_itself", "give_momentum", "parameters_of_step", "takes_scaler", "warn_of_old_form"]
 
 _ABSENT = object()
+_new_forms: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions ``step`` of classes, known to have no parameter ``grad_scaler``."""
 
 
 @runs_eagerly
@@ -31,8 +34,14 @@ def decides_itself(optimizer: torch.optim.Optimizer) -> bool:
 @runs_eagerly
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer's ``step`` has the old form of the contract, a parameter ``grad_scaler``."""
+    step = getattr(optimizer, "__dict__", {}).get("step") or getattr(type(optimizer), "step", None)
+    if step in _new_forms:
+        return False
     names = parameters_of_step(optimizer)
-    return "grad_scaler" in (inspect.signature(optimizer.step).parameters if names is None else names)
+    old = "grad_scaler" in (inspect.signature(optimizer.step).parameters if names is None else names)
+    if not old and step is getattr(type(optimizer), "step", None) and step is not None:
+        _new_forms.add(step)
+    return old
 
 
 def parameters_of_step(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:

@@ -21,6 +21,8 @@ class Steps:
         found: The verdict of the last step: float32, of no dimension, on the device; 0 if it was made. None before the
             first.
         overflow: What is known of the last step, if it was skipped and the host knows that.
+        parameters: How many parameters the optimizer had when ``meshes`` was made.
+        meshes: The device meshes of its parameters.
         unread: How many steps were decided on the device, and not read since.
     """
 
@@ -32,6 +34,8 @@ class Steps:
         self._idle = False
         self._taken = 0
         self._in_a_row = 0
+        self.parameters = -1
+        self.meshes: tuple[Any, ...] = ()
         self.unread = 0
         # Of those, the skipped ones: all, and in a row.
         self._skipped: Tensor | None = None

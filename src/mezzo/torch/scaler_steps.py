@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mezzo.errors import ScalerProtocolError
 from mezzo.torch import contract
-from mezzo.torch.agreement import agree_, has_partial, meshes
+from mezzo.torch.agreement import agree_, has_partial
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
-from mezzo.torch.gradients import are_same, parameters_of, versions_of
+from mezzo.torch.gradients import are_same, each_parameter_of, parameters_of, versions_of
 from mezzo.torch.history import Steps
 from mezzo.torch.nonfinite import count
 from mezzo.torch.scaler_unscaling import Unscaling, flags_of, is_capturing
@@ -71,8 +71,8 @@ class ScalerSteps(Unscaling):
         found = add_up(flags, flags[0].device)
         if state.get("skipped") is None and found.device.type == "cpu":
             # Nothing to wait for on a CPU.
-            state["skipped"] = any(flag.tolist() for flag in own)
             state["not_made"] = bool(found.tolist())
+            state["skipped"] = any(flag.tolist() for flag in own) if state.get("others") else state["not_made"]
         steps = self._history.of(optimizer)
         if state.get("skipped") is None:
             steps.decided_on_device(found)
@@ -94,7 +94,7 @@ class ScalerSteps(Unscaling):
             state["counts"] = counts = count(parameters_of(optimizer))
             state["flags"] = flags = flags_of(None if changed else counts, self._scale_or_one().device)
             # All ranks are here, since all skip.
-            agree_(flags, meshes(parameters_of(optimizer)), self._process_group)
+            agree_(flags, self._meshes_of(optimizer), self._process_group)
         changed = changed and not state.get("merged")
         steps.overflow = overflow = self._overflow(optimizer, in_a_row, state.get("counts"), changed=changed)
         if self._on_overflow is not None:
@@ -137,19 +137,6 @@ class ScalerSteps(Unscaling):
         self._end_step(optimizer, state)
         return result
 
-    def _has_to_be_unscaled(self, optimizer: torch.optim.Optimizer, scale: Tensor) -> bool:
-        """Say whether an optimizer that would unscale by itself cannot know enough to do so.
-
-        It does not look at its quotients, which can be infinite where the scale is below 1; nor which of its gradients are
-        unscaled already; and it would add up parts of a sum that are still scaled.
-        """
-        return (
-            self._health.at_least < 1.0
-            or is_capturing(scale.device)
-            or bool(self._other_factors(optimizer, scale))
-            or has_partial(parameters_of(optimizer))
-        )
-
     @runs_eagerly
     def _contract_values(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -157,11 +144,17 @@ class ScalerSteps(Unscaling):
         scale, _ = self._check_scale_growth_tracker("step")
         self._notice_other_hands(scale)
         if state["stage"] is SCALED:
-            if self._has_to_be_unscaled(optimizer, scale):
+            if self._health.at_least < 1.0 or is_capturing(scale.device) or self._other_factors(optimizer, scale):
+                # It looks at no quotient, which can be infinite where the scale is below 1; nor does it know which of
+                # its gradients are unscaled already.
                 self._unscale(optimizer, state)
             else:
                 self._check_inf_per_device(optimizer)
                 state["by_contract"] = True
+                record = state.get("record")
+                if record is not None and record.originals and has_partial(each_parameter_of(optimizer)):
+                    # It would add up parts of a sum that are still scaled.
+                    self._unscale(optimizer, state)
         self._agree(optimizer, state)
         flags = list(state["found_inf_per_device"].values())
         if not flags:

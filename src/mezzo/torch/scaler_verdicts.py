@@ -132,7 +132,7 @@ class Verdicts(Numbers):
 
         Each rank brings the flags: not finite; not finite, but given up; and what `Health.learn` takes, if it matters.
         """
-        where = meshes(each_parameter_of(optimizer))
+        where = self._meshes_of(optimizer)
         if state.get("agreed") or not (where or self._process_group is not None):
             return
         scale, _ = self._check_scale_growth_tracker("step")
@@ -154,13 +154,17 @@ class Verdicts(Numbers):
 
     def _agree_on(self, flag: Tensor) -> None:
         """Bring a flag to its maximum over the ranks of all optimizers of the iteration."""
-        parameters = [
-            parameter
-            for state in self._per_optimizer_states.values()
-            if state.get("optimizer") is not None
-            for parameter in each_parameter_of(state["optimizer"])
-        ]
-        agree_(flag, meshes(parameters), self._process_group)
+        optimizers = [state["optimizer"] for state in self._per_optimizer_states.values() if "optimizer" in state]
+        where = {mesh: None for optimizer in optimizers for mesh in self._meshes_of(optimizer)}
+        agree_(flag, where, self._process_group)
+
+    def _meshes_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """Give the meshes that an optimizer's parameters are on; looked for anew when it has other parameters."""
+        steps = self._history.of(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if steps.parameters != count:
+            steps.parameters, steps.meshes = count, meshes(each_parameter_of(optimizer))
+        return steps.meshes
 
     # What the host hears of late
 
