@@ -68,6 +68,7 @@ def work(rank: int, meeting_point: str) -> None:
                 f"rank {each}: loss {first:.4f} -> {last:.4f}, {steps} of 15 steps, scale {scale:.0f}, sum {total:.6f}"
             )
         print(f"same scale, steps and parameters on both: {results[0][2:] == results[1][2:]}", flush=True)
+    dist.barrier()  # nobody leaves while another is still receiving
     dist.destroy_process_group()
 
 
