@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import mezzo
 from mezzo.torch import GradScaler, autocast
 
 NO_COMPILER = "needs a C++ compiler: Inductor compiles what it generates for the CPU"
@@ -263,3 +264,38 @@ def test_an_error_in_a_compiled_step_is_the_same_error():
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
         torch.compile(lambda: scaler.step(optimizer), backend="eager")()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_whose_scaling_is_compiled(set_to_none: bool) -> None:
+    """Nobody can watch such gradients come: unscaled if all of them are new, refused if they were added to others."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler("cpu", init_scale=1024.0)
+    compiled = torch.compile(lambda x: scaler.scale(x.sum()), backend="eager", fullgraph=True)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        compiled(weight).backward()
+        return weight.detach().sum()
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert weight.tolist() == [0.5, 0.5]
+    if set_to_none:
+        scaler.step(optimizer, closure)
+        assert weight.tolist() == [0.0, 0.0]
+    else:
+        with pytest.raises(mezzo.ScalerProtocolError, match="A closure whose scale"):
+            scaler.step(optimizer, closure)
+        assert weight.tolist() == [0.5, 0.5]
+
+
+def test_a_second_unscale_after_compiled_scaling_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler("cpu", init_scale=1024.0)
+    compiled = torch.compile(lambda x: scaler.scale(x.sum()), backend="eager", fullgraph=True)
+    compiled(weight).backward()
+    scaler.unscale_(optimizer)
+    compiled(weight).backward()
+    with pytest.raises(mezzo.ScalerProtocolError, match=r"unscale_\(\) has already been called on this optimizer"):
+        scaler.unscale_(optimizer)
