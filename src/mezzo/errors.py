@@ -18,6 +18,7 @@ __all__ = [
     "PolicyError",
     "PolicyFileError",
     "RegionError",
+    "RegistrationError",
     "ScalerProtocolError",
     "ScalingError",
     "SkippedStepsError",
@@ -56,6 +57,10 @@ class DeviceError(MezzoError, RuntimeError):
 
 class DtypeError(MezzoError, RuntimeError):
     """A dtype was asked for that the device cannot compute in."""
+
+
+class RegistrationError(MezzoError, RuntimeError):
+    """An accelerator cannot be given autocast: it lacks something, or has something of its own that would be overruled."""
 
 
 class RegionError(MezzoError, RuntimeError):

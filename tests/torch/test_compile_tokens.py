@@ -62,7 +62,7 @@ import json, sys, torch, mezzo
 from torch._dynamo.utils import counters
 from mezzo.torch import autocast
 
-policy, inside = mezzo.builtin_policy(sys.argv[1]), sys.argv[2] == "inside"
+policy, where = mezzo.builtin_policy(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
 net, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1)), torch.randn(4, 8)
 
@@ -71,8 +71,12 @@ def entered(x):
         return net(x)
 
 with torch.no_grad():
-    if inside:
+    if where == "inside":
         found = torch.compile(entered, fullgraph=True)(x)
+    elif where == "around, plain":
+        mezzo.torch.set_default_policy(policy)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.compile(net, fullgraph=True)(x)
     else:
         with autocast("cpu", dtype=torch.bfloat16, policy=policy):
             found = torch.compile(net, fullgraph=True)(x)
@@ -124,7 +128,7 @@ def test_the_compiler_is_heard_of_if_it_is_first_imported_inside_of_a_region() -
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler, as Inductor does for the CPU"
 )
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", ["around", "around, plain", "inside"])
 def test_code_kept_on_disk_is_found_again_under_its_own_policy_only(tmp_path: Path, where: str) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = [json.loads(run(ON_DISK, policy, where, **cache)) for policy in ("unified", "unified", "fp32")]

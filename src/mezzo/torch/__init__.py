@@ -8,6 +8,7 @@ Example:
 """
 
 from mezzo.torch import cpu, cuda
+from mezzo.torch.accelerators import accelerator_policy, register_accelerator, register_kernel
 from mezzo.torch.autocast import autocast, is_autocast_available
 from mezzo.torch.carrying import AutocastState, bind, capture
 from mezzo.torch.foreign import Registration, register_function
@@ -52,6 +53,9 @@ __all__ = [
     "register_function",
     "Registration",
     "check_function",
+    "register_accelerator",
+    "register_kernel",
+    "accelerator_policy",
     "cpu",
     "cuda",
 ]

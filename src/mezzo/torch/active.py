@@ -22,12 +22,12 @@ from mezzo.policy import Policy
 from mezzo.torch.plans import Plan
 from mezzo.torch.tokens import IN_GRAPH, THREAD, Move, Scope, Step, active_on, clear, read, step_to
 
-__all__ = ["NOTHING", "Active", "Found", "Slot", "slot_for"]
+__all__ = ["NOTHING", "Active", "Found", "Slot", "renew", "slot_for"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Active:
-    """A policy in force on a device.
+    """A policy in force on a device. Only `renew` changes one.
 
     Attributes:
         policy: The policy.
@@ -38,6 +38,17 @@ class Active:
     policy: Policy
     plan: Plan | None
     steps: dict[Scope, Step] = field(default_factory=dict, repr=False)
+
+
+def renew(active: Active, plan: Plan | None) -> None:
+    """Put another plan under a policy that is in force, since the device's own table has changed.
+
+    Args:
+        active: The policy in force; whoever holds it follows.
+        plan: What mezzo serves under it from now on.
+    """
+    object.__setattr__(active, "plan", plan)
+    active.steps.clear()
 
 
 Found = tuple[Active | None, Scope, tuple[Move, ...]]

@@ -21,6 +21,7 @@ from mezzo.builtin import PolicyLike
 from mezzo.errors import RegionError
 from mezzo.policy import Policy
 from mezzo.torch.active import Active, Found, slot_for
+from mezzo.torch.backends import follow_default_dtype
 from mezzo.torch.cache import forget_native_casts
 from mezzo.torch.decorating import decorate
 from mezzo.torch.eager import not_compiled_alone
@@ -321,6 +322,8 @@ def _ask_torch(device: str, dtype: torch.dtype | None, enabled: bool) -> tuple[b
 
     Its warnings are shown again from here, so that they point at the caller's line and not at mezzo's.
     """
+    if dtype is None:
+        follow_default_dtype(device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checked = torch.autocast(device, dtype=dtype, enabled=enabled)

@@ -245,6 +245,7 @@ def _state_of(weight: Tensor) -> State:
 
 
 def _keep(weight: Tensor, state: State, target: torch.dtype, made: Tensor) -> None:
+    keep_in_step()
     _thread.casts[target].add((weight, state, made, made._version))
 
 

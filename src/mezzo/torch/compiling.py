@@ -46,17 +46,19 @@ class Compiler:
         self, in_region: Callable[[], bool], refusal: Callable[[], str], meanings: Callable[[], Sequence[str]]
     ) -> None:
         self.in_region, self.refusal, self.meanings = in_region, refusal, meanings
-        self._default = ""
+        self._rules: dict[str, str] = {}
         self._tags = threading.local()
 
-    def follow_default(self, meaning: str) -> None:
-        """Have plain regions compiled anew, since the policy that rules them is now another one.
+    def follow(self, device_type: str, meaning: str) -> None:
+        """Have plain regions compiled anew, since they now follow other rules.
 
         Args:
-            meaning: What it does; empty if PyTorch's own kernels rule.
+            device_type: The accelerator whose table has changed; empty if it is the policy of all plain regions.
+            meaning: What the rules do; empty if PyTorch's own kernels rule.
         """
-        if meaning != self._default:
-            self._default = meaning
+        if meaning != self._rules.get(device_type, ""):
+            self._rules[device_type] = meaning
+            watch_compiler(self)
             forget_compiled_code()
 
     @contextmanager
@@ -96,10 +98,10 @@ class Compiler:
                 and the mark of that compilation stays until the next one ends.
         """
         users = getattr(self._tags, "users", None)
-        meanings = self.meanings()
-        if not (meanings or self._default) or (users is None and not unheard):
+        meanings = [*(f"{device} {rules}" for device, rules in sorted(self._rules.items()) if rules), *self.meanings()]
+        if not meanings or (users is None and not unheard):
             return
-        digest = hashlib.sha256("\n".join((__version__, self._default, *meanings)).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join((__version__, *meanings)).encode()).hexdigest()
         torch.compiler.config.cache_key_tag = f"{_users_tag() if users is None else users}{_MARK}{digest}"
 
     def _backward_as_in_eager(self) -> AbstractContextManager[None]:

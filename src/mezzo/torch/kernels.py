@@ -38,10 +38,11 @@ from mezzo.torch.switch import KEY, KEY_NAME
 from mezzo.torch.tokens import IN_GRAPH
 from mezzo.torch.watching import make_watching_kernel, repair_of_watched
 
-__all__ = ["installed_kernels", "install", "serve_all"]
+__all__ = ["foreign_kernels", "install", "installed_kernels", "serve_all"]
 
 _lock = threading.Lock()
 _installed: dict[tuple[str, str], Callable[..., Any]] = {}
+_displaced: set[tuple[str, str]] = set()
 _watched: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -56,7 +57,10 @@ def install(plan: Plan) -> None:
     unwatched = plan.watched - _watched
     if missing or unwatched:
         with _lock:
-            keep_in_step()
+            if unwatched or plan.device != torch._C._get_privateuse1_backend_name():
+                # On an accelerator that is plugged in, it is early enough when the first cast is kept: until then a
+                # program that does not use it pays nothing for it.
+                keep_in_step()
             _register(missing, device_for(plan.device))
             _watch(unwatched)
 
@@ -82,6 +86,23 @@ def _watch(ops: Iterable[str]) -> None:
 def installed_kernels(device_type: str) -> frozenset[str]:
     """Name the ops for which mezzo has registered a kernel on a device in this process."""
     return frozenset(op for device, op in _installed if device == device_type)
+
+
+def foreign_kernels(ops: Iterable[str], device_type: str) -> frozenset[str]:
+    """Find the ops that have an autocast kernel on a device that is not mezzo's, or had one before mezzo's.
+
+    Args:
+        ops: Canonical names.
+        device_type: The device type.
+    """
+    key_name = autocast_key_name(device_type)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(
+        op
+        for op in ops
+        if (device_type, op) in _displaced
+        or ((device_type, op) not in _installed and op_spec(op) is not None and has_kernel(op, key_name))
+    )
 
 
 def _register(ops: Iterable[str], device: Device) -> None:
@@ -198,6 +219,7 @@ def _unplanned(spec: OpSpec, device: Device) -> Served:
     # Asked first: a call of a kernel that is not there is an internal error of PyTorch's.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(spec.name, key_name):
         return Served(spec.name, None, None)
+    _displaced.add((device.type, spec.name))
     kept = torch.library.get_kernel(spec.overload, device.key).call_boxed
     keyset = torch._C.DispatchKeySet(device.key)
 

@@ -1,7 +1,8 @@
 """Plans: what a policy changes on a device, compared with what PyTorch does there by itself.
 
 mezzo serves only the ops whose rule differs from the device's own. Under a policy with repairs the others that can need one
-are watched while PyTorch serves them. Any other op is PyTorch's business, at PyTorch's speed.
+are watched while PyTorch serves them. Any other op is PyTorch's business, at PyTorch's speed. On an accelerator that has its
+autocast kernels from mezzo (`mezzo.torch.backends`) there is nobody else to serve the device's table, so all of it is.
 
 A plan may also serve every op of the device's table, so that mezzo's actions can be held against
 PyTorch's kernels one by one.
@@ -20,12 +21,13 @@ from mezzo.errors import DeviceError
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
 from mezzo.torch.actions import Action, action_for, call_of
+from mezzo.torch.backends import rules_of
 from mezzo.torch.casting import Device, device_for
 from mezzo.torch.ops import OpSpec, expand_custom_op, op_spec
 from mezzo.torch.repairs import Repair
 from mezzo.vocabulary import vocabulary
 
-__all__ = ["FUSED_LAYER", "Plan", "Serve", "Served", "build_plan", "native_rules"]
+__all__ = ["FUSED_LAYER", "Plan", "Serve", "Served", "build_plan", "device_rules", "forget_plans", "native_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,20 @@ def native_rules(device: str) -> Mapping[str, CastPolicy]:
         return {}
 
 
+def device_rules(device: str, low: str) -> Mapping[str, CastPolicy]:
+    """Give the device's own table, whoever applies it.
+
+    Args:
+        device: A device type.
+        low: The region's dtype, ``"bfloat16"`` or ``"float16"``.
+
+    Returns:
+        Canonical name to cast policy.
+    """
+    registered = rules_of(device, low)
+    return native_rules(device) if registered is None else registered
+
+
 Serve = Literal["changed", "repaired", "all"]
 """Which ops mezzo serves; see `build_plan`."""
 
@@ -105,21 +121,23 @@ _IN_FUSED_LAYER = frozenset(("aten::_native_multi_head_attention", "aten::addmm"
 
 @lru_cache(maxsize=256)
 def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan:  # noqa: ARG001 - equal policies differ in name
-    native = native_rules(device_type)
+    served_at_home = rules_of(device_type, "bfloat16") is not None
     rules = _expanded(policy)
     repairable = tables.repairs() if policy.repairs else frozenset()
     watched: set[str] = set()
     per_dtype: list[dict[str, Served]] = []
     for low in ("bfloat16", "float16"):
         served: dict[str, Served] = {}
+        native = device_rules(device_type, low)
         for op in sorted(_candidates(policy, rules, native) | repairable):
             own = native.get(op)
             wanted = _wanted(policy, rules, op, low, own)
             repaired = policy.repairs and _may_fail(wanted, own, op in repairable)
-            if repaired and wanted == own:
-                watched.add(op)
-            if wanted != own or (serve != "changed" and repaired) or (serve == "all" and own is not None):
+            is_listed = own is not None and (served_at_home or serve == "all")
+            if wanted != own or (serve != "changed" and repaired) or is_listed:
                 served.update(_served(op, wanted, policy, device_type, repaired=repaired))
+            elif repaired:
+                watched.add(op)
         per_dtype.append(served)
     if watched.issuperset(_IN_FUSED_LAYER):
         watched.add(FUSED_LAYER)
@@ -164,6 +182,11 @@ def build_plan(policy: Policy, device_type: str, *, serve: Serve = "changed") ->
         PolicyError: A rule does not fit an op's schema.
     """
     return _cached_plan(policy, policy.name, device_type, serve)
+
+
+def forget_plans() -> None:
+    """Work plans out anew from now on, since a device's own table has changed."""
+    _cached_plan.cache_clear()
 
 
 def _expanded(policy: Policy) -> dict[str, Rule]:

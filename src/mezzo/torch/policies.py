@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,16 +12,18 @@ import torch
 
 from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
 from mezzo.policy import Policy
-from mezzo.torch.active import NOTHING, Active, Slot, slot_for
+from mezzo.torch.active import NOTHING, Active, Slot, renew, slot_for
+from mezzo.torch.backends import backend_for, backends
 from mezzo.torch.kernels import install
 from mezzo.torch.ops import check_device
-from mezzo.torch.plans import Plan, Serve, build_plan
+from mezzo.torch.plans import Plan, Serve, build_plan, forget_plans
 from mezzo.torch.tokens import compiler, content_of
 
 __all__ = [
     "active_for",
     "active_policy",
     "follow_default",
+    "follow_table",
     "get_default_policy",
     "policy_on",
     "prepare_plan",
@@ -31,6 +34,8 @@ __all__ = [
 _default: Policy | None = None
 _lock = threading.RLock()
 _by_name: dict[tuple[str, str], Active] = {}
+_on_backends: weakref.WeakKeyDictionary[Active, tuple[str, Serve]] = weakref.WeakKeyDictionary()
+"""What has been put in force on accelerators that have their kernels from mezzo: it changes when their tables do."""
 
 
 def set_default_policy(policy: PolicyLike | None) -> None:
@@ -61,8 +66,8 @@ def set_default_policy(policy: PolicyLike | None) -> None:
         with _lock:
             _default = None
             for device in _devices_here():
-                type(slot_for(device)).default = NOTHING
-        compiler.follow_default("")
+                type(slot_for(device)).default = _by_itself(device)
+        compiler.follow("", "")
         return
     resolved = resolve_policy(policy)
     with _lock:
@@ -71,7 +76,7 @@ def set_default_policy(policy: PolicyLike | None) -> None:
         _default = resolved
         for device, plan in plans.items():
             type(slot_for(device)).default = Active(resolved, plan)
-    compiler.follow_default(content_of(resolved))
+    compiler.follow("", content_of(resolved))
 
 
 def get_default_policy() -> Policy:
@@ -129,7 +134,43 @@ def _prepared(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan
 
 @lru_cache(maxsize=256)
 def _active(policy: Policy, name: str, device_type: str) -> Active:  # noqa: ARG001 - equal policies differ in name
-    return Active(policy, prepare_plan(policy, device_type))
+    return _make(policy, device_type, "changed")
+
+
+def _make(policy: Policy, device_type: str, serve: Serve) -> Active:
+    active = Active(policy, prepare_plan(policy, device_type, serve))
+    if torch._C._get_privateuse1_backend_name() == device_type:
+        _on_backends[active] = device_type, serve
+    return active
+
+
+@lru_cache(maxsize=16)
+def _by_itself(device_type: str) -> Active:
+    """Give what rules a device's plain regions as long as nothing has been set: PyTorch, or the backend's own table."""
+    if backend_for(device_type) is None:
+        return NOTHING
+    return _make(builtin_policy("torch"), device_type, "changed")
+
+
+def follow_table(device_type: str) -> None:
+    """Have all that is in force on an accelerator, or comes to be, follow its table, which is new or has changed.
+
+    Args:
+        device_type: The accelerator; `mezzo.torch.backends` knows its table.
+    """
+    with _lock:
+        _by_itself.cache_clear()
+        forget_plans()
+        _prepared.cache_clear()
+        # Regions, decorated functions, tokens and other threads hold these very objects.
+        for active, (device, serve) in list(_on_backends.items()):
+            if device == device_type:
+                renew(active, prepare_plan(active.policy, device, serve))
+        slot = slot_for(device_type)
+        wanted = _default
+        type(slot).default = _by_itself(device_type) if wanted is None else _in_plain_regions(wanted, device_type)
+    backend = backend_for(device_type)
+    compiler.follow(device_type, "" if backend is None else content_of(backend.policy))
 
 
 def active_for(policy: PolicyLike, device_type: str) -> Active:
@@ -160,10 +201,11 @@ def follow_default(slot: Slot) -> None:
         slot: The device's slot.
     """
     wanted = _default
-    if slot.default.policy is wanted or (wanted is None and slot.default is NOTHING):
+    if slot.default.policy is wanted or (wanted is None and slot.default is _by_itself(slot.device_type)):
         return
     with _lock:
-        type(slot).default = NOTHING if wanted is None else _in_plain_regions(wanted, slot.device_type)
+        device_type = slot.device_type
+        type(slot).default = _by_itself(device_type) if wanted is None else _in_plain_regions(wanted, device_type)
 
 
 def region_default(slot: Slot) -> Active:
@@ -186,16 +228,16 @@ def region_default(slot: Slot) -> Active:
 
 def _in_plain_regions(policy: Policy, device_type: str) -> Active:
     """Give what rules plain ``torch.autocast`` regions: mezzo serves what it watches in its own."""
-    return Active(policy, prepare_plan(policy, device_type, "repaired"))
+    return _make(policy, device_type, "repaired")
 
 
 def _devices_here() -> list[str]:
     """Name the device types that can run on this machine: the CPU and the accelerator, if there is one."""
-    found = ["cpu"]
+    found = ["cpu", *backends()]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
         found.append(accelerator.type)
-    return found
+    return list(dict.fromkeys(found))
 
 
 @contextmanager

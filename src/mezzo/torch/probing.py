@@ -30,7 +30,7 @@ from mezzo.torch.casting import ELIGIBLE, common_dtype
 from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.freshness import tensors_in
 from mezzo.torch.ops import NUMBERS, OpSpec, with_tensors
-from mezzo.torch.plans import build_plan, native_rules
+from mezzo.torch.plans import build_plan, device_rules
 from mezzo.torch.repairs import Repair, noted_attempts
 
 __all__ = ["Repairer", "probe_while_tracing"]
@@ -115,10 +115,9 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-@cache
 def _takes_low(op: str, device: str) -> bool:
     """Say whether an op is known to have kernels for the lower precisions; that was tried out on the CPU."""
-    if native_rules(device).get(op) is CastPolicy.LOWER_PRECISION_FP:
+    if device_rules(device, "bfloat16").get(op) is CastPolicy.LOWER_PRECISION_FP:
         return True
     return device == "cpu" and op in tables.repairs() and op not in _lacking_low()
 

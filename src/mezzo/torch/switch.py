@@ -15,13 +15,13 @@ import threading
 
 import torch
 
-__all__ = ["DEVICE", "KEY", "KEY_NAME", "include"]
+__all__ = ["DEVICE", "KEY", "KEY_NAME", "include", "let_higher_order_ops_through", "let_through"]
 
 DEVICE = "ipu"
 KEY_NAME = "AutocastIPU"
 KEY = torch._C._dispatch_key_parse(KEY_NAME)
 
-_libraries: list[torch.library.Library] = []
+_libraries: dict[str, torch.library.Library] = {}
 _lock = threading.Lock()
 
 
@@ -34,17 +34,30 @@ def include(*_: object) -> None:
     if torch._C._dispatch_tls_is_dispatch_key_included(KEY):
         return
     with _lock:
-        if not _libraries:
-            _let_through()
+        if KEY_NAME not in _libraries:
+            let_through(KEY_NAME)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)
 
 
-def _let_through() -> None:
-    """Have every op for which mezzo has no kernel go on to the next key."""
+def let_through(key_name: str) -> None:
+    """Have every op that has no kernel on an autocast key go on to the next key.
+
+    Args:
+        key_name: The key; it must have no fallback yet.
+    """
     library = torch.library.Library("_", "IMPL")
-    library.fallback(torch.library.fallthrough_kernel, KEY_NAME)
-    _libraries.append(library)
-    # Higher-order ops know no fallback but a list of keys to pass over, in which each device's autocast key has to be.
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(KEY)
-    for op in torch._ops._higher_order_ops.values():
-        op.fallthrough(KEY)
+    library.fallback(torch.library.fallthrough_kernel, key_name)
+    _libraries[key_name] = library
+    let_higher_order_ops_through(torch._C._dispatch_key_parse(key_name))
+
+
+def let_higher_order_ops_through(key: torch._C.DispatchKey) -> None:
+    """Do the same for higher-order ops: they know no fallback but a list of keys to pass over.
+
+    Each device's autocast key has to be in it. Done again, it changes nothing.
+    """
+    passed_over = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if key not in passed_over:
+        passed_over.append(key)
+        for op in torch._ops._higher_order_ops.values():
+            op.fallthrough(key)

@@ -21,7 +21,7 @@ from mezzo.torch.casting import device_for
 from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.freshness import fresh_arguments, own_cast, tensors_in
 from mezzo.torch.ops import NUMBERS, OpSpec, with_tensors
-from mezzo.torch.plans import FUSED_LAYER, native_rules
+from mezzo.torch.plans import FUSED_LAYER, device_rules
 from mezzo.torch.repairs import DTYPE_ERRORS, Repair, inside
 from mezzo.torch.switch import KEY
 
@@ -249,7 +249,7 @@ def repair_of_watched(
     device = _device_of(args, kwargs)
     if inside.depth or device is None or not slot_for(device).current().policy.repairs:
         return None
-    return Repair(spec, device_for(device), call), native_rules(device).get(spec.name)
+    return Repair(spec, device_for(device), call), device_rules(device, _low(device)).get(spec.name)
 
 
 def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
@@ -259,3 +259,7 @@ def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         if torch.amp.is_autocast_available(device) and not _is_excluded(device_for(device).key):
             return device
     return None
+
+
+def _low(device: str) -> str:
+    return "float16" if _region_dtype(device) is torch.float16 else "bfloat16"
