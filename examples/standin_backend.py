@@ -23,13 +23,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from standin_calls import Call, calls, note
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+__all__ = ["NAME", "Call", "StandinModule", "StandinTensor", "calls"]
 
 NAME = "standin"
 
@@ -38,43 +41,6 @@ _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _LACKING = {_aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_update_scale_.default}
-
-
-class Call(NamedTuple):
-    """One op that the device ran."""
-
-    op: str
-    """Name without overload, such as ``"mm"``."""
-    inputs: tuple[torch.dtype, ...]
-    """Dtypes of the tensors that came in, in order."""
-    output: torch.dtype | None
-    """Dtype of the (first) tensor that came out; None if none did."""
-    host_read: bool
-    """Whether the host waited for numbers of the device: ``item()``, a copy to the CPU that is not ``non_blocking``, ..."""
-
-
-_recorders: list[list[Call]] = []
-
-
-@contextmanager
-def calls() -> Iterator[list[Call]]:
-    """Record what the device runs, in any thread, until the block ends.
-
-    Yields:
-        A list that grows by one `Call` for each op, in order; those of a backward pass too.
-
-    Examples:
-        >>> with calls() as ran:
-        ...     product = torch.ones(2, 2, device="standin") @ torch.ones(2, 2, device="standin")
-        >>> [(call.op, call.output) for call in ran if call.op == "mm"]
-        [('mm', torch.float32)]
-    """
-    mine: list[Call] = []
-    _recorders.append(mine)
-    try:
-        yield mine
-    finally:
-        _recorders[:] = [one for one in _recorders if one is not mine]
 
 
 class StandinTensor(torch.Tensor):
@@ -117,7 +83,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.PrivateUse1):
         own = torch.library.get_kernel(func, "PrivateUse1")
         out = own.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
-        _note(func, tree_leaves((args, kwargs)), True, out)
+        note(func, tree_leaves((args, kwargs)), stays=True, out=out)
         return out
     if func in _LACKING:
         msg = f"Could not run '{func.name()}' with arguments from the '{NAME}' backend: it has no kernel for this op."
@@ -148,7 +114,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable and func.name().startswith("aten::_foreach_"):
             # For other ops PyTorch counts; kernels of these count themselves.
             torch.autograd.graph.increment_version([one for one in args[0] if not one.is_inference()])
-    _note(func, leaves, stays, out)
+    note(func, leaves, stays=stays, out=out)
     return out
 
 
@@ -247,27 +213,6 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def _note(func: Any, leaves: list[Any], stays: bool, out: Any) -> None:
-    if not _recorders:
-        return
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    dtypes = tuple(one.dtype for one in inputs)
-    made = next((leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), None)
-    to_cpu = not stays or (func is _aten.copy_.default and not isinstance(inputs[0], StandinTensor))
-    non_blocking = any(leaf is True for leaf in leaves)  # the only flag that a copy has
-    waits = not non_blocking if to_cpu else _waits(func, dtypes)
-    call = Call(func._schema.name.removeprefix("aten::"), dtypes, made, waits)
-    for recorder in tuple(_recorders):
-        recorder.append(call)
-
-
-def _waits(func: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Say whether the host needs a number to go on; to index by numbers it does not, to index by a mask it does."""
-    if func is _aten.index.Tensor:
-        return torch.bool in dtypes[1:]
-    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-
-
 class _Random:
     """The random state of the device, apart from the CPU's."""
 
@@ -331,7 +276,7 @@ def _empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: Any = N
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _behind(target).copy_(_behind(source), non_blocking)
-    _note(_aten.copy_.default, [target, source], True, target)
+    note(_aten.copy_.default, [target, source], stays=True, out=target)
     return target
 
 

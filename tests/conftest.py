@@ -12,6 +12,10 @@ import pytest
 # PyTorch reads this when it is imported, which is later than here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# These need a process of their own: tests/torch/test_accelerator_suite.py starts it. A path to them given on the command
+# line is not ignored.
+collect_ignore = ["accelerator"]
+
 NO_GPU = "needs a CUDA device, and torch.cuda.is_available() is False"
 
 
@@ -71,6 +75,7 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.get_autocast_dtype("cpu"),
         "cuda enabled": torch.is_autocast_enabled("cuda"),
         "cuda dtype": torch.get_autocast_dtype("cuda"),
+        **_accelerator_state(),
         "tokens": [device for device in ("maia", "ipu", "xla") if torch.is_autocast_enabled(device)],
         **_policies(),
     }
@@ -81,6 +86,9 @@ def _leaked_state() -> dict[str, object]:
         "cpu dtype": torch.bfloat16,
         "cuda enabled": False,
         "cuda dtype": torch.float16,
+        "accelerator enabled": False,
+        "accelerator dtype": torch.float16,
+        "accelerator policy": None,
         "tokens": [],
         "default policy": "default",
         "active policy": "torch",
@@ -88,6 +96,31 @@ def _leaked_state() -> dict[str, object]:
         "region policy": None,
     }
     return {name: value for name, value in found.items() if value != clean[name]}
+
+
+def _accelerator() -> str | None:
+    """Name the accelerator that the tests have plugged into PyTorch, if any."""
+    import torch
+
+    name = torch._C._get_privateuse1_backend_name()
+    return None if name == "privateuseone" else name
+
+
+def _accelerator_state() -> dict[str, object]:
+    import torch
+
+    name = _accelerator()
+    if name is None:
+        return {}
+    found: dict[str, object] = {
+        "accelerator enabled": torch.is_autocast_enabled(name),
+        "accelerator dtype": torch.get_autocast_dtype(name),
+    }
+    if "mezzo.torch" in sys.modules:
+        from mezzo.torch.active import slot_for
+
+        found["accelerator policy"] = slot_for(name).active
+    return found
 
 
 def _policies() -> dict[str, object]:
@@ -111,7 +144,9 @@ def _reset_state() -> None:
     _reset_nesting()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(True)
-    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+    accelerator = _accelerator()
+    others = () if accelerator is None else ((accelerator, torch.float16),)
+    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16), *others):
         torch.set_autocast_enabled(device, False)
         torch.set_autocast_dtype(device, dtype)
     if "mezzo.torch" in sys.modules:
@@ -123,7 +158,7 @@ def _reset_policies() -> None:
     from mezzo.torch.active import slot_for
 
     set_default_policy(None)
-    for device in ("cpu", "cuda"):
+    for device in filter(None, ("cpu", "cuda", _accelerator())):
         slot = slot_for(device)
         slot.observe(None)
         slot.outer = None
