@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.cases import Case, select
 from benchmarks.rounds import QUICK, ROOT, Plan, WorkerFailedError, measure
-from benchmarks.table import AUTOCAST, SCALER, Page, Row, describe_machine, markdown, page_of, rich_table, to_row
+from benchmarks.table import PAGES, Page, Row, describe_machine, markdown, page_of, rich_table, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     console = console if console.width >= MINIMAL_WIDTH else Console(width=MINIMAL_WIDTH)
     rows, failures = _measure_all(cases, plan, console)
-    for page in (AUTOCAST, SCALER):
+    for page in PAGES:
         if on_page := [row for row in rows if page_of(row.case) is page]:
             _show(on_page, plan, page, console, _target(options))
     return 1 if failures else 0

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "inference", "op", "rule", "enter", "scaler"]
+Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
@@ -18,6 +18,8 @@ OP_BOUND = 5e-6
 CONVOLUTION_BOUND = 12e-6
 ENTER_BOUND = 2.0
 SCALER_BOUND = 1.05
+# 1.00, within what two processes differ by anyway.
+BESIDE_BOUND = 1.02
 # At least 1.4 times faster.
 KEPT_BOUND = 1 / 1.4
 
@@ -71,6 +73,12 @@ _STEPS = {
     "small-fused": "300 x 1,000 elements, Adam (fused): step, update",
     "large-unscale": "10 x 10,000,000 elements, SGD (foreach): unscale_, step, update",
     "large-step": "10 x 10,000,000 elements, SGD (foreach): step, update",
+}
+
+_BESIDE = {
+    "training": "12 x (LayerNorm, Linear 64, GELU, Linear), batch 8: forward, backward, SGD",
+    "mm": "mm, 16 x 16, in a region",
+    "enter": "enter and exit a new region",
 }
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
@@ -178,7 +186,21 @@ def _scaler_cases() -> list[Case]:
     ]
 
 
-CASES: tuple[Case, ...] = (*_model_cases(), *_inference_cases(), *_op_cases(), *_enter_cases(), *_scaler_cases())
+def _beside_cases() -> list[Case]:
+    return [
+        Case(f"beside-{subject}", title, "beside", subject, None, "ratio", BESIDE_BOUND)
+        for subject, title in _BESIDE.items()
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    *_model_cases(),
+    *_inference_cases(),
+    *_op_cases(),
+    *_enter_cases(),
+    *_scaler_cases(),
+    *_beside_cases(),
+)
 
 
 def select(names: Sequence[str]) -> list[Case]:

@@ -57,9 +57,21 @@ SCALER = Page(
 )
 
 
+ACCELERATOR = Page(
+    "accelerator-cpu",
+    "torch.autocast on the CPU beside a registered accelerator",
+    (
+        "Medians over paired rounds, with 95% bootstrap intervals. All sides run PyTorch's own autocast on the CPU, each",
+        'in a process of its own, and only one computes at a time; in that under "mezzo" `register_accelerator` has been',
+        "called before. The control is a second process without it held against the first.",
+    ),
+)
+PAGES = (AUTOCAST, SCALER, ACCELERATOR)
+
+
 def page_of(case: Case) -> Page:
     """The page that a case is a row of."""
-    return SCALER if case.workload == "scaler" else AUTOCAST
+    return {"scaler": SCALER, "beside": ACCELERATOR}.get(case.workload, AUTOCAST)
 
 
 _STYLES: dict[Verdict, str] = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.beside import beside_work
 from benchmarks.calls import LOW, OPS, RULES, Call
 from benchmarks.steps import scaler_work
 from benchmarks.work import Work, describe
@@ -35,6 +36,7 @@ def build(case: Case, side: Side) -> Work:
         "rule": _rule_work,
         "enter": _enter_work,
         "scaler": scaler_work,
+        "beside": beside_work,
     }
     return builders[case.workload](case, side)
 

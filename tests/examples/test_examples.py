@@ -28,6 +28,8 @@ EXPECTED = {
     "torch_scaler_ddp_devices.py": r"head on (cpu|cuda:1): loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, output torch\.float16",
     "torch_scaler_custom_functions.py": r"bound times the scale: .*, weight off by \d\.\d%, at most 2%: True",
     "torch_scaler_custom_optimizer.py": r"SignMomentumOnDevice +loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, 0 host reads",
+    "torch_accelerator.py": r"(?s)float16, scaled +2\.\d+ -> 0\.\d+ +float16 +float16 +float32 +float32\n.*"
+    r"rule for gelu: fallthrough, now fp32\nbfloat16, new rule +2\.\d+ -> 0\.\d+ +bfloat16 +float32 ",
     "torch_scaler_watch.py": r"(?s)(\d\d) of 30 steps made, \1 by .* lowered 2 times.*  0\.weight: 4096 NaN, 0 Inf of 4096"
     r".*5 steps of SGD in a row were skipped .*2\.bias: 10 NaN",
 }

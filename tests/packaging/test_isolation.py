@@ -92,21 +92,39 @@ keep = [list(vars(place).values()) for place in PLACES]  # so that no id is give
 """
 
 
-def test_importing_the_adapter_changes_nothing_in_pytorch() -> None:
-    code = "before = snapshot()\nimport mezzo.torch\nprint(json.dumps(changes(before, snapshot())))"
-    assert run(BEFORE_AND_AFTER + code) == []
-
-
-def test_the_policy_that_is_pytorchs_own_changes_nothing_in_pytorch() -> None:
-    code = """
+ONE_AFTER_THE_OTHER = """
+untouched = snapshot()
 import mezzo.torch
-before = snapshot()
+imported = snapshot()
 with mezzo.torch.autocast("cpu", policy="torch"), mezzo.torch.autocast("auto"):
     torch.ones(2, 2) @ torch.ones(2, 2)
 mezzo.torch.set_default_policy(None)
-print(json.dumps(changes(before, snapshot())))
+native = snapshot()
+with mezzo.torch.autocast("cpu"):
+    torch.ones(2, 2) @ torch.ones(2, 2)
+default = snapshot()
+print(json.dumps([changes(untouched, imported), changes(imported, native), changes(imported, default)]))
 """
-    assert run(BEFORE_AND_AFTER + code) == []
+
+
+@pytest.fixture(scope="module")
+def changed() -> list[list[str]]:
+    """What is changed in one process by the import, by PyTorch's own policy after it, and by that and the default."""
+    found = run(BEFORE_AND_AFTER + ONE_AFTER_THE_OTHER)
+    assert len(found) == 3
+    return found
+
+
+def test_importing_the_adapter_changes_nothing_in_pytorch(changed: list[list[str]]) -> None:
+    assert changed[0] == []
+
+
+def test_the_policy_that_is_pytorchs_own_changes_nothing_in_pytorch(changed: list[list[str]]) -> None:
+    assert changed[1] == []
+
+
+def test_the_default_policy_leaves_the_kernels_of_pytorchs_own_regions_alone(changed: list[list[str]]) -> None:
+    assert changed[2] == ["AutocastIPU", "optimizer hooks", "torch.clear_autocast_cache"]
 
 
 def test_another_policy_changes_what_the_guide_says_and_no_more() -> None:
@@ -123,17 +141,6 @@ print(json.dumps([changes(before, after), new]))
     changed, new = run(BEFORE_AND_AFTER + code)
     assert changed == ["AutocastCPU", "optimizer hooks", "torch.clear_autocast_cache"]
     assert new == ["aten::exp"]
-
-
-def test_the_default_policy_leaves_the_kernels_of_pytorchs_own_regions_alone() -> None:
-    code = """
-import mezzo.torch
-before = snapshot()
-with mezzo.torch.autocast("cpu"):
-    torch.ones(2, 2) @ torch.ones(2, 2)
-print(json.dumps(changes(before, snapshot())))
-"""
-    assert run(BEFORE_AND_AFTER + code) == ["AutocastIPU", "optimizer hooks", "torch.clear_autocast_cache"]
 
 
 def test_importing_the_adapter_asks_no_device() -> None:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,26 +61,33 @@ import json, sys, torch, mezzo
 from torch._dynamo.utils import counters
 from mezzo.torch import autocast
 
-policy, where = mezzo.builtin_policy(sys.argv[1]), sys.argv[2]
-torch.manual_seed(0)
-net, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1)), torch.randn(4, 8)
+policy = mezzo.builtin_policy(sys.argv[1])
 
-def entered(x):
-    with autocast("cpu", dtype=torch.bfloat16, policy=policy):
-        return net(x)
+def run(where, size):
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    # Of a size of its own, so that what is kept for one place is not found from another.
+    net, x = torch.nn.Sequential(torch.nn.Linear(size, 8), torch.nn.Softmax(-1)), torch.randn(4, size)
 
-with torch.no_grad():
+    def entered(x):
+        with autocast("cpu", dtype=torch.bfloat16, policy=policy):
+            return net(x)
+
     if where == "inside":
         found = torch.compile(entered, fullgraph=True)(x)
     elif where == "around, plain":
         mezzo.torch.set_default_policy(policy)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = torch.compile(net, fullgraph=True)(x)
+        mezzo.torch.set_default_policy(None)
     else:
         with autocast("cpu", dtype=torch.bfloat16, policy=policy):
             found = torch.compile(net, fullgraph=True)(x)
-    wanted = entered(x)
-print(json.dumps([(found - wanted).abs().max().item(), counters["aot_autograd"]["autograd_cache_hit"]]))
+    return (found - entered(x)).abs().max().item(), counters["aot_autograd"]["autograd_cache_hit"]
+
+with torch.no_grad():
+    print(json.dumps({where: run(where, 8 + place) for place, where in enumerate(sys.argv[2:])}))
 """
 
 FIRST_IMPORT = """
@@ -125,16 +131,26 @@ def test_the_compiler_is_heard_of_if_it_is_first_imported_inside_of_a_region() -
     assert run(FIRST_IMPORT) == "True False"
 
 
+PLACES = ["around", "around, plain", "inside"]
+
+
+@pytest.fixture(scope="module")
+def kept_on_disk(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[float, int]]]:
+    """What three processes found that compile one after the other with one folder, the third under another policy."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    return [json.loads(run(ON_DISK, policy, *PLACES, **cache)) for policy in ("unified", "unified", "fp32")]
+
+
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler, as Inductor does for the CPU"
 )
-@pytest.mark.parametrize("where", ["around", "around, plain", "inside"])
-def test_code_kept_on_disk_is_found_again_under_its_own_policy_only(tmp_path: Path, where: str) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    found = [json.loads(run(ON_DISK, policy, where, **cache)) for policy in ("unified", "unified", "fp32")]
+@pytest.mark.parametrize("where", PLACES)
+def test_code_kept_on_disk_is_found_again_under_its_own_policy_only(
+    kept_on_disk: list[dict[str, tuple[float, int]]], where: str
+) -> None:
     # Both policies get the first token of their process. Under the wrong one the difference would be 1e-3.
-    assert all(difference < 1e-6 for difference, _ in found)
-    assert [hits for _, hits in found] == [0, 1, 0]
+    assert all(found[where][0] < 1e-6 for found in kept_on_disk)
+    assert [found[where][1] for found in kept_on_disk] == [0, 1, 0]
 
 
 def token() -> list[str]:

@@ -118,3 +118,12 @@ def test_a_function_decorated_inside_of_compiled_code_has_its_region():
         return inner(x)
 
     assert torch.compile(outer, backend="aot_eager", fullgraph=True)(X).dtype is LOW
+
+
+@pytest.mark.parametrize("policy", ["unified", "default", "cuda"])
+def test_an_index_may_be_left_out(policy: str):
+    rows, low = torch.tensor([0, 2]), torch.ones(3, 2, dtype=LOW)
+    with autocast("cpu", dtype=LOW, policy=policy):
+        filled = torch.ops.aten.index_put(torch.zeros(3, 4), [None, rows], low)
+    assert filled.dtype is torch.float32
+    assert filled.sum(0).tolist() == [3, 0, 3, 0]

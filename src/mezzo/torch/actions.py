@@ -82,11 +82,12 @@ def call_of(spec: OpSpec) -> Callable[..., Any]:
     PyTorch's Python binding of an op parses arguments faster than the generic call of an overload does, the more the more
     there are. It chooses among the overloads itself, so it is taken where there is one to choose. Not for losses: a call
     that comes through the dispatcher has no argument that equals the schema's default, and the bindings have another
-    default for `reduction` than the schema.
+    default for `reduction` than the schema. Nor with indices of which some may be left out: the bindings refuse None there.
     """
     base = base_name(spec.name)
     single = spec.name in _UNAMBIGUOUS or vocabulary("torch").covers(base) == (spec.name,)
-    if single and not any(argument.name == "reduction" for argument in spec.overload._schema.arguments):
+    arguments = spec.overload._schema.arguments
+    if single and not any(a.name == "reduction" or str(a.type) == "List[Optional[Tensor]]" for a in arguments):
         plain = base.removeprefix("aten::")
         for namespace in (torch._C._VariableFunctions, torch._C._nn):
             if callable(binding := getattr(namespace, plain, None)):

@@ -45,7 +45,7 @@ __all__ = [
 
 Cast = Callable[[Tensor, torch.dtype], Tensor]
 
-State = tuple[int, int, torch.Size, tuple[int, ...], bool, object]
+State = tuple[int, int, torch.Size, tuple[int, ...], bool, torch.UntypedStorage]
 """Of a weight: its version, address, shape and strides, whether it requires gradients, and its storage.
 
 The storage is held so that its address is not given to another one.
@@ -228,7 +228,7 @@ def cast_weight_with(cast: Cast) -> Cast:
 
 def is_fresh(entry: Entry, weight: Tensor) -> bool:
     """Say whether a kept cast still is what a cast made now would be."""
-    version, address, shape, strides, requires_grad, _ = entry[1]
+    version, address, shape, strides, requires_grad, storage = entry[1]
     return (
         version == weight._version
         and address == weight.data_ptr()
@@ -236,6 +236,8 @@ def is_fresh(entry: Entry, weight: Tensor) -> bool:
         and strides == weight.stride()
         and requires_grad is weight.requires_grad
         and entry[3] == entry[2]._version
+        # The tensors of a backend written in Python have no address.
+        and (address != 0 or storage._cdata == weight.untyped_storage()._cdata)
     )
 
 
@@ -255,11 +257,29 @@ def is_plain(kind: type) -> bool:
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
+@lru_cache(maxsize=8)
+def _class_on(device_type: str) -> type:
+    """Give the class of the tensors that a device makes."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return type(torch.empty(0, device=device_type))
+    except (RuntimeError, TypeError):
+        return Tensor
+
+
+def _is_of_its_device(weight: Tensor) -> bool:
+    """Say whether a tensor of a subclass is what its device makes: so it is on a backend written in Python."""
+    device_type = weight.device.type
+    if device_type != torch._C._get_privateuse1_backend_name():
+        return False
+    return type(weight) is _class_on(device_type)
+
+
 def _keepable(weight: Tensor) -> bool:
     # A fake, functional or batched tensor stands for another one.
     return (
-        is_plain(type(weight))
-        and (issubclass(type(weight), torch.nn.Parameter) or weight.requires_grad)
+        (is_plain(type(weight)) or _is_of_its_device(weight))
+        and (weight.requires_grad or isinstance(weight, torch.nn.Parameter))
         and weight.is_leaf
         and weight.dtype is torch.float32
         and weight.layout is torch.strided

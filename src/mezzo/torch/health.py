@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -122,10 +123,9 @@ class Health:
         numbers = torch.cat([found.reshape(1), flags, scale.reshape(1)])
         arrived = None
         if numbers.device.type != "cpu":
-            try:
-                arrived = torch.Event(numbers.device.type)
-            except RuntimeError:
-                return  # no events on this device: what is not known stays so, and gradients are looked at twice
+            if not _has_events(numbers.device.type):
+                return  # what is not known stays so, and gradients are looked at twice
+            arrived = torch.Event(numbers.device.type)
             numbers = numbers.to("cpu", non_blocking=True)
             arrived.record()
         self._notes.append(_Note(numbers, arrived, self._fallen, learn))
@@ -147,6 +147,19 @@ class Health:
                 self.learn(found=bool(found), flags=_nan_only(nan, inf, unknown))
                 skipped += bool(found)
         return skipped
+
+
+@lru_cache(maxsize=8)
+def _has_events(device_type: str) -> bool:
+    """Say whether one can wait for a device; some that are plugged in make events, and cannot wait for one."""
+    try:
+        event = torch.Event(device_type)
+        if device_type == torch._C._get_privateuse1_backend_name():
+            event.record()
+            event.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def unknown_flags(device: torch.device) -> Tensor:
