@@ -11,8 +11,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(PY) -m mezzo demo
 
+# Two processes, each with whole files: what a test leaves in a process meets the rest of its file only.
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

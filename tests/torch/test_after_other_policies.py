@@ -18,7 +18,7 @@ warnings.simplefilter("ignore")
 import torch
 
 from tests.torch.served import autocast_state, differences, outcome
-from tests.torch.test_agreement_opinfo import TOLERANCES, paired, samples
+from tests.torch.agreement import TOLERANCES, paired, samples
 
 LOW = torch.bfloat16, torch.float16
 PAIRINGS = "float32", "first low"
