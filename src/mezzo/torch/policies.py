@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import torch
 
 from mezzo.builtin import PolicyLike, builtin_policy, resolve_policy
+from mezzo.errors import UnknownOpError
 from mezzo.policy import Policy
 from mezzo.torch.active import NOTHING, Active, Slot, renew, slot_for
 from mezzo.torch.backends import backend_for, backends
@@ -165,7 +166,8 @@ def follow_table(device_type: str) -> None:
         # Regions, decorated functions, tokens and other threads hold these very objects.
         for active, (device, serve) in list(_on_backends.items()):
             if device == device_type:
-                renew(active, prepare_plan(active.policy, device, serve))
+                with suppress(UnknownOpError):  # it names a custom op that is gone; this is no reason to refuse a table
+                    renew(active, prepare_plan(active.policy, device, serve))
         slot = slot_for(device_type)
         wanted = _default
         type(slot).default = _by_itself(device_type) if wanted is None else _in_plain_regions(wanted, device_type)
