@@ -215,6 +215,36 @@ assert kernels() >= set(accelerator_policy("npu").ops)
 """)
 
 
+def test_modules_that_take_or_give_nothing_are_named() -> None:
+    run("""
+class Module:
+    __slots__ = ()
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", Module())
+refused(mezzo.RegistrationError, "torch.npu has no get_amp_supported_dtype() and takes none", register_accelerator, "npu",
+        dtypes=LOW)
+for wrong in (None, torch.float16, ["float16"]):
+    torch.npu = types.SimpleNamespace(get_amp_supported_dtype=lambda wrong=wrong: wrong)
+    refused(mezzo.RegistrationError, f"must return a list of dtypes, as PyTorch's guide says; it returned {wrong!r}",
+            register_accelerator, "npu", dtypes=LOW)
+torch.npu = types.SimpleNamespace(get_amp_supported_dtype=lambda: (torch.bfloat16, torch.float16))
+register_accelerator("npu", dtypes=LOW)
+""")
+
+
+def test_a_backend_that_keeps_pytorchs_name() -> None:
+    run("""
+torch._register_device_module("privateuseone", types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+register_accelerator("privateuseone", dtypes=LOW)
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    x = torch.empty(2, 2, device="privateuseone:0")
+    for region in (torch.autocast, mezzo.torch.autocast):
+        with region("privateuseone"):
+            assert (x @ x).dtype is torch.float16
+""")
+
+
 def test_other_devices_are_not_touched() -> None:
     """What decides the cost for programs on the CPU and on CUDA: which kernels are there, and what is hooked."""
     run("""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def supplied(name: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
         dtypes: What the function is to say.
 
     Raises:
-        RegistrationError: There is no module ``torch.<name>``, or nothing can be put on it.
+        RegistrationError: There is no module ``torch.<name>``, nothing can be put on it, or its own function is none.
         DtypeError: The backend's own function says something else.
     """
     module = getattr(torch, name, None)
@@ -78,7 +78,10 @@ def _put_on(name: str, module: Any, function: _Supported) -> None:
 
 
 def _compare(name: str, own: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    said = list(own())
+    said = own()
+    if not isinstance(said, Iterable) or not all(isinstance(dtype, torch.dtype) for dtype in said):
+        msg = f"torch.{name}.{_FUNCTION}() must return a list of dtypes, as PyTorch's guide says; it returned {said!r}."
+        raise RegistrationError(msg)
     if set(said) != set(dtypes):
         msg = (
             f"torch.{name}.{_FUNCTION}() says {', '.join(map(str, said))}, and dtypes says {', '.join(map(str, dtypes))}. "
