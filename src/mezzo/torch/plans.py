@@ -21,7 +21,7 @@ from mezzo.errors import DeviceError
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
 from mezzo.torch.actions import Action, action_for, call_of
-from mezzo.torch.backends import rules_of
+from mezzo.torch.backends import backend_for, rules_of
 from mezzo.torch.casting import Device, device_for
 from mezzo.torch.ops import OpSpec, expand_custom_op, op_spec
 from mezzo.torch.repairs import Repair
@@ -121,7 +121,7 @@ _IN_FUSED_LAYER = frozenset(("aten::_native_multi_head_attention", "aten::addmm"
 
 @lru_cache(maxsize=256)
 def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan:  # noqa: ARG001 - equal policies differ in name
-    served_at_home = rules_of(device_type, "bfloat16") is not None
+    backend = backend_for(device_type)
     rules = _expanded(policy)
     repairable = tables.repairs() if policy.repairs else frozenset()
     watched: set[str] = set()
@@ -133,9 +133,10 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> P
             own = native.get(op)
             wanted = _wanted(policy, rules, op, low, own)
             repaired = policy.repairs and _may_fail(wanted, own, op in repairable)
-            is_listed = own is not None and (served_at_home or serve == "all")
+            is_listed = own is not None and (backend is not None or serve == "all")
             if wanted != own or (serve != "changed" and repaired) or is_listed:
-                served.update(_served(op, wanted, policy, device_type, repaired=repaired))
+                source = policy if backend is None or op in rules else backend.policy
+                served.update(_served(op, wanted, source.name, device_type, repaired=repaired))
             elif repaired:
                 watched.add(op)
         per_dtype.append(served)
@@ -155,13 +156,13 @@ def _may_fail(wanted: CastPolicy | None, own: CastPolicy | None, repairable: boo
 
 
 def _served(
-    op: str, wanted: CastPolicy | None, policy: Policy, device_type: str, *, repaired: bool
+    op: str, wanted: CastPolicy | None, policy_name: str, device_type: str, *, repaired: bool
 ) -> dict[str, Served]:
     spec, device = op_spec(op), device_for(device_type)
     if spec is None:  # a table may be of another release
         return {}
     repair = Repair(spec, device, call_of(spec)) if repaired else None
-    return {op: Served(op, wanted, _action(wanted, spec, device, policy.name), repair)}
+    return {op: Served(op, wanted, _action(wanted, spec, device, policy_name), repair)}
 
 
 def build_plan(policy: Policy, device_type: str, *, serve: Serve = "changed") -> Plan:
