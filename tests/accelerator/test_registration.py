@@ -280,3 +280,43 @@ def test_a_refused_call_changes_nothing() -> None:
     assert torch.standin.get_amp_supported_dtype() == LOW
     with torch.autocast(NAME):
         assert product(x) is torch.float16
+
+
+def test_regions_with_new_policies_may_be_made_while_a_table_is_replaced() -> None:
+    stop, failed = threading.Event(), []
+
+    def make() -> None:
+        count = 0
+        while not stop.wait(0.001):
+            count += 1
+            policy = mezzo.Policy(f"made {count}", {"exp": "fp32"}, default="device", repairs=False)
+            try:
+                mezzo.torch.autocast(NAME, policy=policy)
+            except RuntimeError as error:
+                failed.append(error)
+
+    maker = threading.Thread(target=make)
+    register_accelerator(NAME, dtypes=LOW, policy=GUIDE)
+    maker.start()
+    try:
+        for count in range(400):
+            register_kernel(NAME, "mm.default", ["fp32", "lower_precision_fp"][count % 2])
+    finally:
+        stop.set()
+        maker.join()
+    assert failed == []
+    for region in REGIONS.values():
+        with region(NAME):
+            assert product(on_device(2, 2)) is torch.float16
+
+
+def test_composite_ops_of_the_table_are_repaired_too() -> None:
+    x = on_device(4, 4)
+    wide = x.double()
+    with mezzo.torch.autocast(NAME):
+        assert torch.nn.functional.layer_norm(x, (4,), wide[0]).dtype is torch.float64
+    register_accelerator(NAME, dtypes=LOW, policy=mezzo.Policy("mine", {"einsum": "promote"}))
+    with mezzo.torch.autocast(NAME):
+        product = torch.einsum("ij,jk->ik", x, wide)
+    assert product.dtype is torch.float64
+    assert torch.equal(product.cpu(), x.cpu().double() @ wide.cpu())

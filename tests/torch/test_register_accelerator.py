@@ -245,6 +245,18 @@ with FakeTensorMode():
 """)
 
 
+def test_a_backend_with_the_name_of_a_table_follows_its_own() -> None:
+    run("""
+torch.utils.rename_privateuse1_backend("reference")
+torch._register_device_module("reference", types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+register_accelerator("reference", dtypes=LOW)
+register_accelerator("reference", dtypes=LOW, policy=mezzo.Policy("mine", {"mm": "lower_precision_fp"}))
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode(), torch.autocast("reference"):
+    assert torch.exp(torch.empty(2, 2, device="reference:0", dtype=torch.float16)).dtype is torch.float16
+""")
+
+
 def test_other_devices_are_not_touched() -> None:
     """What decides the cost for programs on the CPU and on CUDA: which kernels are there, and what is hooked."""
     run("""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
+import torch
+
 from mezzo import tables
 from mezzo.decision import CastPolicy
 from mezzo.errors import DeviceError
@@ -90,6 +92,8 @@ def native_rules(device: str) -> Mapping[str, CastPolicy]:
         Canonical name to cast policy; empty for a backend whose kernels mezzo has no table of, so that every op of a policy
         is served by mezzo there.
     """
+    if device == torch._C._get_privateuse1_backend_name():  # it may have been given the name of a table
+        return {}
     try:
         return tables.device_table(device)
     except DeviceError:
@@ -128,11 +132,13 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> P
     per_dtype: list[dict[str, Served]] = []
     for low in ("bfloat16", "float16"):
         served: dict[str, Served] = {}
-        native = device_rules(device_type, low)
-        for op in sorted(_candidates(policy, rules, native) | repairable):
-            own = native.get(op)
+        listed = device_rules(device_type, low)
+        for op in sorted(_candidates(policy, rules, listed) | repairable):
+            own = listed.get(op)
             wanted = _wanted(policy, rules, op, low, own)
-            repaired = policy.repairs and _may_fail(wanted, own, op in repairable)
+            # Nobody watches the ops inside of one that mezzo itself serves by the device's table.
+            native = own if backend is None else None
+            repaired = policy.repairs and _may_fail(wanted, native, op in repairable)
             is_listed = own is not None and (backend is not None or serve == "all")
             if wanted != own or (serve != "changed" and repaired) or is_listed:
                 source = policy if backend is None or op in rules else backend.policy

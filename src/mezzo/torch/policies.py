@@ -139,10 +139,12 @@ def _active(policy: Policy, name: str, device_type: str) -> Active:  # noqa: ARG
 
 
 def _make(policy: Policy, device_type: str, serve: Serve) -> Active:
-    active = Active(policy, prepare_plan(policy, device_type, serve))
-    if torch._C._get_privateuse1_backend_name() == device_type:
-        _on_backends[active] = device_type, serve
-    return active
+    # A table that is replaced in another thread meanwhile is to find this one, or this one the new table.
+    with _lock:
+        active = Active(policy, prepare_plan(policy, device_type, serve))
+        if torch._C._get_privateuse1_backend_name() == device_type:
+            _on_backends[active] = device_type, serve
+        return active
 
 
 @lru_cache(maxsize=16)
