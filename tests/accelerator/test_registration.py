@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mezzo
 import mezzo.torch
-from mezzo.torch import accelerator_policy, register_accelerator, register_kernel
+from mezzo.torch import accelerator_policy, policies, register_accelerator, register_kernel
 
 NAME = "standin"
 LOW = [torch.float16, torch.bfloat16]
@@ -112,6 +113,25 @@ def test_a_custom_op_can_have_a_rule(region: type[torch.autocast]) -> None:
         register_accelerator(NAME, dtypes=LOW)
         with region(NAME):
             assert torch.ops.mezzo_accelerator_test.double(on_device(2)).dtype is torch.float32
+
+
+def test_the_base_name_of_a_custom_op_is_for_all_of_its_overloads() -> None:
+    with torch.library._scoped_library("mezzo_overloads_test", "DEF") as library:
+        for overload in ("one", "other"):
+            library.define(f"double.{overload}(Tensor x) -> Tensor")
+            library.impl(f"double.{overload}", lambda x: x + x, "CompositeExplicitAutograd")
+        register_kernel(NAME, "mezzo_overloads_test::double.one", "lower_precision_fp")
+        register_kernel(NAME, "mezzo_overloads_test::double", "fallthrough")
+        ops = torch.ops.mezzo_overloads_test.double
+        for op in (ops.one, ops.other):
+            with torch.autocast(NAME):
+                assert op(on_device(2)).dtype is torch.float32
+        register_kernel(NAME, "mezzo_overloads_test::double.other", "lower_precision_fp")
+        assert accelerator_policy(NAME).rule("mezzo_overloads_test::double.other") == "lower_precision_fp"
+        with torch.autocast(NAME):
+            assert ops.one(on_device(2)).dtype is torch.float32
+            assert ops.other(on_device(2)).dtype is torch.float16
+        register_accelerator(NAME, dtypes=LOW)
 
 
 def test_what_was_made_before_follows_a_table_that_is_replaced() -> None:
@@ -273,7 +293,7 @@ def test_a_refused_call_changes_nothing() -> None:
     ):
         with pytest.raises(mezzo.MezzoError):
             register_accelerator(NAME, **arguments)  # type: ignore[arg-type]
-    for op, rule in (("mm", "fp32_set_opt_dtype"), ("nothing", "fp32"), ("mm", "wide")):
+    for op, rule in (("mm", "fp32_set_opt_dtype"), ("nothing", "fp32"), ("mm", "wide"), ("higher_order::cond", "fp32")):
         with pytest.raises(mezzo.MezzoError):
             register_kernel(NAME, op, rule)
     assert accelerator_policy(NAME) is before
@@ -283,15 +303,15 @@ def test_a_refused_call_changes_nothing() -> None:
 
 
 def test_regions_with_new_policies_may_be_made_while_a_table_is_replaced() -> None:
-    stop, failed = threading.Event(), []
+    stop, failed, made = threading.Event(), [], []
 
     def make() -> None:
-        count = 0
-        while not stop.wait(0.001):
-            count += 1
+        for count in range(60):
+            if stop.wait(0.001):
+                break
             policy = mezzo.Policy(f"made {count}", {"exp": "fp32"}, default="device", repairs=False)
             try:
-                mezzo.torch.autocast(NAME, policy=policy)
+                made.append(mezzo.torch.autocast(NAME, policy=policy))
             except RuntimeError as error:
                 failed.append(error)
 
@@ -299,12 +319,18 @@ def test_regions_with_new_policies_may_be_made_while_a_table_is_replaced() -> No
     register_accelerator(NAME, dtypes=LOW, policy=GUIDE)
     maker.start()
     try:
-        for count in range(400):
-            register_kernel(NAME, "mm.default", ["fp32", "lower_precision_fp"][count % 2])
+        while maker.is_alive():
+            register_kernel(NAME, "mm.default", "fp32")
+            register_kernel(NAME, "mm.default", "lower_precision_fp")
+            time.sleep(0.001)  # or this thread would have the lock most of the time
     finally:
         stop.set()
         maker.join()
     assert failed == []
+    assert len(made) == 60
+    # Asked without entering them: each has a policy of its own, and compiled code can tell few.
+    rules = {region._active.plan.float16["aten::mm"].rule for region in made}
+    assert rules == {mezzo.CastPolicy.LOWER_PRECISION_FP}
     for region in REGIONS.values():
         with region(NAME):
             assert product(on_device(2, 2)) is torch.float16
@@ -320,3 +346,15 @@ def test_composite_ops_of_the_table_are_repaired_too() -> None:
         product = torch.einsum("ij,jk->ik", x, wide)
     assert product.dtype is torch.float64
     assert torch.equal(product.cpu(), x.cpu().double() @ wide.cpu())
+
+
+def test_no_policy_is_put_in_force_in_the_midst_of_a_replacement() -> None:
+    """The lock under which a table is replaced: a plan made meanwhile would be of the old one, and be missed."""
+    policy = mezzo.Policy("waits", {"cos": "fp32"}, default="device")
+    thread = threading.Thread(target=lambda: mezzo.torch.autocast(NAME, policy=policy))
+    with policies._lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()

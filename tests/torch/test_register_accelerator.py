@@ -227,7 +227,11 @@ for wrong in (None, torch.float16, ["float16"]):
     torch.npu = types.SimpleNamespace(get_amp_supported_dtype=lambda wrong=wrong: wrong)
     refused(mezzo.RegistrationError, f"must return a list of dtypes, as PyTorch's guide says; it returned {wrong!r}",
             register_accelerator, "npu", dtypes=LOW)
-torch.npu = types.SimpleNamespace(get_amp_supported_dtype=lambda: (torch.bfloat16, torch.float16))
+torch.npu = types.SimpleNamespace(get_amp_supported_dtype=None)
+refused(mezzo.RegistrationError, "must be a function that returns a list of dtypes, and is None", register_accelerator,
+        "npu", dtypes=LOW)
+assert torch.npu.get_amp_supported_dtype is None
+torch.npu = types.SimpleNamespace(get_amp_supported_dtype=lambda: (dtype for dtype in (torch.bfloat16, torch.float16)))
 register_accelerator("npu", dtypes=LOW)
 """)
 

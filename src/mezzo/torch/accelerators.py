@@ -20,9 +20,9 @@ from mezzo.errors import DeviceError, RegistrationError
 from mezzo.policy import Policy
 from mezzo.rules import RuleLike
 from mezzo.torch.accelerator_checks import check_default, check_dtypes, check_existing, check_name, check_policy
-from mezzo.torch.backends import NATIVE_DEFAULT, as_table, backend_for, remember, table
+from mezzo.torch.backends import NATIVE_DEFAULT, as_table, backend_for, exact_names, remember, table
 from mezzo.torch.kernels import foreign_kernels, install
-from mezzo.torch.ops import autocast_key_name
+from mezzo.torch.ops import autocast_key_name, expand_rules
 from mezzo.torch.plans import build_plan
 from mezzo.torch.policies import follow_table
 from mezzo.torch.scaling_kernels import register_scaling_kernels
@@ -49,8 +49,8 @@ def register_accelerator(
 
     After it ``torch.autocast(name)`` and `mezzo.torch.autocast`, ``custom_fwd`` and ``custom_bwd``, both ``GradScaler``, and
     ``torch.utils.checkpoint`` work there. Call it once the backend is loaded and renamed and its module registered, from any
-    thread; it is for the process. Called again it changes what was said before: the policy, the dtypes, the default. Regions
-    that were made before follow; call it while none is open.
+    thread; it is for the process. Called again it sets policy and dtypes anew, `register_kernel`'s rules included; a default
+    dtype that is not given again stays. Regions that were made before follow; call it while none is open.
 
     What it registers, where it is missing: ``get_amp_supported_dtype`` on ``torch.<name>``; the fallback that lets other ops
     pass; a kernel for each op of the policy; kernels for ``_amp_foreach_non_finite_check_and_unscale_`` and
@@ -77,8 +77,8 @@ def register_accelerator(
         PolicyError: The policy leaves ops to the device's own table, which is what this call is to set, or has a rule that
             does not fit an op.
         UnknownOpError: The policy names an op that PyTorch does not have.
-        RegistrationError: There is no module ``torch.<name>``, or the backend has kernels of its own for ops of the policy.
-        Nothing is registered then.
+        RegistrationError: There is no module ``torch.<name>``, its own function gives no dtypes, or the backend has kernels
+            of its own for ops of the policy. Nothing is registered then.
 
     Example:
         >>> import torch
@@ -132,9 +132,9 @@ def register_kernel(backend: str, op: str, cast_policy: RuleLike, *, existing: E
     with _lock:
         known = backend_for(backend)
         base = Policy(backend, repairs=False) if known is None else known.policy
-        changed = base.override({op: cast_policy}, name=base.name)
-        ops = _all_ops(Policy(backend, {op: cast_policy}))
-        _put_in_force(backend, changed, ops, existing, None)
+        rules = expand_rules(Policy(backend, {op: cast_policy}).ops)
+        changed = base.override(exact_names(rules), name=base.name)
+        _put_in_force(backend, changed, frozenset(rules), existing, None)
 
 
 def accelerator_policy(name: str) -> Policy:
@@ -185,9 +185,12 @@ def _put_in_force(
         policy = as_table(policy, without=foreign)
     # Builds every action and may so refuse the policy, before anything is registered.
     plan = build_plan(policy, name)
-    if not torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(autocast_key_name(name))):
-        let_through(autocast_key_name(name))
-    let_higher_order_ops_through(torch._C._dispatch_key_parse(autocast_key_name(name)))
+    key_name = autocast_key_name(name)
+    key = torch._C._dispatch_key_parse(key_name)
+    if torch._C._dispatch_has_backend_fallback(key):
+        let_higher_order_ops_through(key)
+    else:
+        let_through(key_name)
     install(plan)
     remember(name, policy, default_dtype)
     follow_table(name)

@@ -17,14 +17,16 @@ import torch
 from mezzo.decision import CastPolicy
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, RuleLike
-from mezzo.torch.ops import expand_custom_op
+from mezzo.torch.ops import expand_rules
 from mezzo.vocabulary import vocabulary
 
 __all__ = [
     "Backend",
     "backend_for",
     "NATIVE_DEFAULT",
+    "as_table",
     "backends",
+    "exact_names",
     "follow_default_dtype",
     "remember",
     "rules_of",
@@ -121,14 +123,18 @@ def table(policy: Policy, low: str) -> Mapping[str, CastPolicy]:
     Raises:
         UnknownOpError: It names a custom op that is not registered in this process.
     """
-    words = vocabulary("torch")
     rules: dict[str, CastPolicy] = {}
     if policy.default != CastPolicy.FALLTHROUGH:
-        rules = {op: CastPolicy(policy.default) for op, traits in words.traits.items() if "compute" in traits}
-    for op, rule in policy.ops.items():
-        for name in (op,) if op.startswith(words.namespace) else expand_custom_op(op):
-            rules[name] = getattr(rule, low) if isinstance(rule, ByDtype) else rule
+        traits = vocabulary("torch").traits
+        rules = {op: CastPolicy(policy.default) for op in traits if "compute" in traits[op]}
+    for op, rule in expand_rules(policy.ops).items():
+        rules[op] = getattr(rule, low) if isinstance(rule, ByDtype) else rule
     return rules
+
+
+def exact_names(rules: Mapping[str, RuleLike]) -> dict[str, RuleLike]:
+    """Write canonical names so that each stands for itself: without an overload, a name would cover them all."""
+    return {op if "." in op else f"{op}.default": rule for op, rule in rules.items()}
 
 
 def as_table(policy: Policy, *, without: frozenset[str] = frozenset()) -> Policy:
@@ -147,6 +153,5 @@ def as_table(policy: Policy, *, without: frozenset[str] = frozenset()) -> Policy
         low, half = table(policy, "bfloat16"), table(policy, "float16")
         rules = {op: {"bfloat16": low[op], "float16": half[op]} for op in low}
         default = CastPolicy.FALLTHROUGH
-    # Exact names: without an overload, a name would cover them all.
-    exact = {op if "." in op else f"{op}.default": rule for op, rule in rules.items() if op not in without}
-    return Policy(policy.name, exact, default=default, repairs=False, parent=policy.parent)
+    kept = exact_names({op: rule for op, rule in rules.items() if op not in without})
+    return Policy(policy.name, kept, default=default, repairs=False, parent=policy.parent)

@@ -6,8 +6,9 @@ was: same version counter, same storage, same dtype.
 
 Its casts live as long as PyTorch's would: until the thread leaves its outermost region, be it mezzo's or
 ``torch.autocast``, or calls ``torch.clear_autocast_cache``. That function is what both kinds of region call then, and
-PyTorch offers no other way to hear of it; so it is wrapped, once, when mezzo registers its first kernel. Nothing else of
-PyTorch is touched. `mezzo.torch.keep_casts` lets them live longer.
+PyTorch offers no other way to hear of it; so it is wrapped, once, when mezzo registers its first kernel, or on
+an accelerator that is plugged in keeps its first cast. Nothing else of PyTorch is touched. With
+`mezzo.torch.keep_casts` they live longer.
 
 Two kinds of write leave no trace on the weight: ``p.data.add_()`` and the fused steps of some optimizers. So that the
 second is seen inside a region too, every optimizer step empties the cache, through PyTorch's global post-step hook.

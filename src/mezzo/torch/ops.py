@@ -7,7 +7,7 @@ installed, so a test can say what changed, and gives the kernels what they need 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from mezzo import tables
 from mezzo.errors import DeviceError, UnknownOpError
+from mezzo.rules import Rule
 from mezzo.vocabulary import base_name, vocabulary
 
 __all__ = ["OpSpec", "TableChange", "installed_catalog", "op_spec", "registered_ops", "table_change"]
@@ -213,10 +214,28 @@ def expand_custom_op(name: str) -> tuple[str, ...]:
         return (name,)
     namespace, _, base = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         msg = f"{name!r} is no op: nothing of that name is registered. Import the module that defines it first."
         raise UnknownOpError(msg)
     return tuple(f"{name}.{overload}" for overload in packet.overloads() if "out" not in overload)
+
+
+def expand_rules(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Give the rules of a policy by single ops: those of custom ops are written by base names, too.
+
+    Args:
+        rules: `mezzo.Policy.ops`, in which a base name comes before its overloads; so a rule for one of these wins.
+
+    Returns:
+        Canonical name to rule.
+
+    Raises:
+        UnknownOpError: A custom op is not registered in this process.
+    """
+    expanded: dict[str, Rule] = {}
+    for op, rule in rules.items():
+        expanded.update(dict.fromkeys((op,) if op.startswith("aten::") else expand_custom_op(op), rule))
+    return expanded
 
 
 def registered_ops(device: str) -> frozenset[str]:

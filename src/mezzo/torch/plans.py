@@ -23,13 +23,13 @@ from mezzo.errors import DeviceError
 from mezzo.policy import Policy
 from mezzo.rules import ByDtype, Rule
 from mezzo.torch.actions import Action, action_for, call_of
-from mezzo.torch.backends import backend_for, rules_of
+from mezzo.torch.backends import backend_for, rules_of, table
 from mezzo.torch.casting import Device, device_for
-from mezzo.torch.ops import OpSpec, expand_custom_op, op_spec
+from mezzo.torch.ops import OpSpec, expand_rules, op_spec
 from mezzo.torch.repairs import Repair
 from mezzo.vocabulary import vocabulary
 
-__all__ = ["FUSED_LAYER", "Plan", "Serve", "Served", "build_plan", "device_rules", "forget_plans", "native_rules"]
+__all__ = ["FUSED_LAYER", "Plan", "Serve", "Served", "build_plan", "device_rules", "native_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +124,23 @@ _IN_FUSED_LAYER = frozenset(("aten::_native_multi_head_attention", "aten::addmm"
 
 
 @lru_cache(maxsize=256)
-def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan:  # noqa: ARG001 - equal policies differ in name
-    backend = backend_for(device_type)
-    rules = _expanded(policy)
+def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve, home: Policy | None) -> Plan:  # noqa: ARG001 - equal policies differ in name
+    rules = expand_rules(policy.ops)
     repairable = tables.repairs() if policy.repairs else frozenset()
     watched: set[str] = set()
     per_dtype: list[dict[str, Served]] = []
     for low in ("bfloat16", "float16"):
         served: dict[str, Served] = {}
-        listed = device_rules(device_type, low)
+        listed = native_rules(device_type) if home is None else table(home, low)
         for op in sorted(_candidates(policy, rules, listed) | repairable):
             own = listed.get(op)
             wanted = _wanted(policy, rules, op, low, own)
             # Nobody watches the ops inside of one that mezzo itself serves by the device's table.
-            native = own if backend is None else None
+            native = own if home is None else None
             repaired = policy.repairs and _may_fail(wanted, native, op in repairable)
-            is_listed = own is not None and (backend is not None or serve == "all")
+            is_listed = own is not None and (home is not None or serve == "all")
             if wanted != own or (serve != "changed" and repaired) or is_listed:
-                source = policy if backend is None or op in rules else backend.policy
+                source = policy if home is None or op in rules else home
                 served.update(_served(op, wanted, source.name, device_type, repaired=repaired))
             elif repaired:
                 watched.add(op)
@@ -188,20 +187,8 @@ def build_plan(policy: Policy, device_type: str, *, serve: Serve = "changed") ->
         UnknownOpError: The policy names a custom op that is not registered.
         PolicyError: A rule does not fit an op's schema.
     """
-    return _cached_plan(policy, policy.name, device_type, serve)
-
-
-def forget_plans() -> None:
-    """Work plans out anew from now on, since a device's own table has changed."""
-    _cached_plan.cache_clear()
-
-
-def _expanded(policy: Policy) -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
-    for op, rule in policy.ops.items():
-        names = (op,) if op.startswith("aten::") else expand_custom_op(op)
-        rules.update(dict.fromkeys(names, rule))
-    return rules
+    backend = backend_for(device_type)
+    return _cached_plan(policy, policy.name, device_type, serve, None if backend is None else backend.policy)
 
 
 def _candidates(policy: Policy, rules: Mapping[str, Rule], native: Mapping[str, CastPolicy]) -> set[str]:

@@ -17,7 +17,7 @@ from mezzo.torch.active import NOTHING, Active, Slot, renew, slot_for
 from mezzo.torch.backends import backend_for, backends
 from mezzo.torch.kernels import install
 from mezzo.torch.ops import check_device
-from mezzo.torch.plans import Plan, Serve, build_plan, forget_plans
+from mezzo.torch.plans import Plan, Serve, build_plan
 from mezzo.torch.tokens import compiler, content_of
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
 _default: Policy | None = None
 _lock = threading.RLock()
 _by_name: dict[tuple[str, str], Active] = {}
+_of_backends: dict[str, Active] = {}
+"""What rules the plain regions of accelerators that have their kernels from mezzo: their own tables."""
 _on_backends: weakref.WeakKeyDictionary[Active, tuple[str, Serve]] = weakref.WeakKeyDictionary()
-"""What has been put in force on accelerators that have their kernels from mezzo: it changes when their tables do."""
+"""All that is in force on such accelerators, and how it is served: it changes when their tables do."""
 
 
 def set_default_policy(policy: PolicyLike | None) -> None:
@@ -123,11 +125,6 @@ def prepare_plan(policy: Policy, device_type: str, serve: Serve = "changed") -> 
     Returns:
         The plan; None if PyTorch's own kernels do all that the policy says.
     """
-    return _prepared(policy, policy.name, device_type, serve)
-
-
-@lru_cache(maxsize=256)
-def _prepared(policy: Policy, name: str, device_type: str, serve: Serve) -> Plan | None:  # noqa: ARG001 - equal policies differ in name
     plan = build_plan(policy, device_type, serve=serve)
     install(plan)
     return plan or None
@@ -147,12 +144,9 @@ def _make(policy: Policy, device_type: str, serve: Serve) -> Active:
         return active
 
 
-@lru_cache(maxsize=16)
 def _by_itself(device_type: str) -> Active:
     """Give what rules a device's plain regions as long as nothing has been set: PyTorch, or the backend's own table."""
-    if backend_for(device_type) is None:
-        return NOTHING
-    return _make(builtin_policy("torch"), device_type, "changed")
+    return _of_backends.get(device_type, NOTHING)
 
 
 def follow_table(device_type: str) -> None:
@@ -162,14 +156,13 @@ def follow_table(device_type: str) -> None:
         device_type: The accelerator; `mezzo.torch.backends` knows its table.
     """
     with _lock:
-        _by_itself.cache_clear()
-        forget_plans()
-        _prepared.cache_clear()
         # Regions, decorated functions, tokens and other threads hold these very objects.
         for active, (device, serve) in list(_on_backends.items()):
             if device == device_type:
                 with suppress(UnknownOpError):  # it names a custom op that is gone; this is no reason to refuse a table
                     renew(active, prepare_plan(active.policy, device, serve))
+        if device_type not in _of_backends:
+            _of_backends[device_type] = _make(builtin_policy("torch"), device_type, "changed")
         slot = slot_for(device_type)
         wanted = _default
         type(slot).default = _by_itself(device_type) if wanted is None else _in_plain_regions(wanted, device_type)

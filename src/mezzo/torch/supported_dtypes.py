@@ -13,6 +13,7 @@ from mezzo.errors import DtypeError, RegistrationError
 __all__ = ["supplied"]
 
 _FUNCTION = "get_amp_supported_dtype"
+_MISSING = object()
 
 
 class _Supported:
@@ -49,8 +50,8 @@ def supplied(name: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
             f"torch._register_device_module({name!r}, module)."
         )
         raise RegistrationError(msg)
-    own = getattr(module, _FUNCTION, None)
-    if own is None:
+    own = getattr(module, _FUNCTION, _MISSING)
+    if own is _MISSING:
         _put_on(name, module, _Supported(dtypes))
     elif isinstance(own, _Supported):
         before, own.dtypes = own.dtypes, dtypes
@@ -59,7 +60,7 @@ def supplied(name: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if own is None:
+        if own is _MISSING:
             delattr(module, _FUNCTION)
         elif isinstance(own, _Supported):
             own.dtypes = before
@@ -78,9 +79,13 @@ def _put_on(name: str, module: Any, function: _Supported) -> None:
 
 
 def _compare(name: str, own: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    said = own()
-    if not isinstance(said, Iterable) or not all(isinstance(dtype, torch.dtype) for dtype in said):
-        msg = f"torch.{name}.{_FUNCTION}() must return a list of dtypes, as PyTorch's guide says; it returned {said!r}."
+    if not callable(own):
+        msg = f"torch.{name}.{_FUNCTION} must be a function that returns a list of dtypes, and is {own!r}."
+        raise RegistrationError(msg)
+    returned = own()
+    said = list(returned) if isinstance(returned, Iterable) else [None]
+    if not all(isinstance(dtype, torch.dtype) for dtype in said):
+        msg = f"torch.{name}.{_FUNCTION}() must return a list of dtypes, as PyTorch's guide says; it returned {returned!r}."
         raise RegistrationError(msg)
     if set(said) != set(dtypes):
         msg = (
