@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside"]
+Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside", "prepare"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
@@ -22,6 +22,19 @@ SCALER_BOUND = 1.05
 BESIDE_BOUND = 1.02
 # At least 1.4 times faster.
 KEPT_BOUND = 1 / 1.4
+# How many times as fast as its rival a prepared model is, by work, size and rival.
+PREPARE_SPEEDS: dict[str, float | None] = {
+    "infer-1x1-autocast": 1.7,
+    "infer-1x16-autocast": 1.4,
+    "infer-1x1-bfloat16": 0.95,
+    "infer-1x16-bfloat16": 0.95,
+    "train-1x32-autocast": 1.2,
+    "train-4x128-autocast": 1.04,
+    "train-1x32-compiled": 1.3,
+    "train-4x128-compiled": 1.08,
+    "train-1x32-bfloat16": None,
+    "train-4x128-bfloat16": None,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,13 @@ _BESIDE = {
     "training": "12 x (LayerNorm, Linear 64, GELU, Linear), batch 8: forward, backward, SGD",
     "mm": "mm, 16 x 16, in a region",
     "enter": "enter and exit a new region",
+}
+
+_PREPARED = {"infer": "inference", "train": "training, AdamW (fused)"}
+_RIVALS = {
+    "autocast": "against torch.autocast over float32 weights",
+    "compiled": "the same with compiled=True",
+    "bfloat16": "against the model cast whole to bfloat16",
 }
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
@@ -193,6 +213,25 @@ def _beside_cases() -> list[Case]:
     ]
 
 
+def _prepare_cases() -> list[Case]:
+    return [
+        Case(
+            f"prepare-{subject}",
+            _prepare_title(*subject.split("-")),
+            "prepare",
+            subject,
+            None,
+            "ratio",
+            None if speed is None else 1 / speed,
+        )
+        for subject, speed in PREPARE_SPEEDS.items()
+    ]
+
+
+def _prepare_title(task: str, size: str, rival: str) -> str:
+    return f"encoder, 6 layers d=768, ({size.replace('x', ', ')}): {_PREPARED[task]}; {_RIVALS[rival]}"
+
+
 CASES: tuple[Case, ...] = (
     *_model_cases(),
     *_inference_cases(),
@@ -200,6 +239,7 @@ CASES: tuple[Case, ...] = (
     *_enter_cases(),
     *_scaler_cases(),
     *_beside_cases(),
+    *_prepare_cases(),
 )
 
 

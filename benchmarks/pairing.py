@@ -91,9 +91,13 @@ def estimate(groups: Sequence[Sequence[float]], *, resamples: int = 2000, seed: 
 
 
 def is_control_narrow(control: Estimate, kind: Kind, bound: float) -> bool:
-    """Whether two PyTorch processes agree with each other more closely than ``bound`` asks of mezzo."""
+    """Whether two PyTorch processes agree with each other more closely than ``bound`` asks of mezzo.
+
+    A ratio below 1 asks mezzo to be faster: then two equal sides must differ by less than that gain.
+    """
     if kind == "ratio":
-        return control.low >= 1.0 / bound and control.high <= bound
+        reach = max(bound, 1.0 / bound)
+        return 1.0 / reach <= control.low and control.high <= reach
     return control.low >= -bound and control.high <= bound
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.beside import beside_work
 from benchmarks.calls import LOW, OPS, RULES, Call
+from benchmarks.models import blocks, encoder
+from benchmarks.prepared import prepared_work
 from benchmarks.steps import scaler_work
 from benchmarks.work import Work, describe
 
@@ -37,6 +39,7 @@ def build(case: Case, side: Side) -> Work:
         "enter": _enter_work,
         "scaler": scaler_work,
         "beside": beside_work,
+        "prepare": prepared_work,
     }
     return builders[case.workload](case, side)
 
@@ -51,24 +54,10 @@ def _torch_region() -> Region:
     return lambda: torch.autocast("cpu", dtype=LOW)
 
 
-def _blocks() -> tuple[nn.Module, Tensor]:
-    layers: list[nn.Module] = []
-    for _ in range(12):
-        layers += [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)]
-    return nn.Sequential(*layers), torch.randn(8, 64)
-
-
-def _encoder(batch: int, length: int) -> tuple[nn.Module, Tensor]:
-    # No dropout: drawing random numbers costs both sides the same and only blurs the ratio.
-    layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return model, torch.randn(batch, length, 768)
-
-
 _MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "blocks": _blocks,
-    "encoder-1x32": lambda: _encoder(1, 32),
-    "encoder-4x128": lambda: _encoder(4, 128),
+    "blocks": blocks,
+    "encoder-1x32": lambda: encoder(1, 32),
+    "encoder-4x128": lambda: encoder(4, 128),
 }
 
 
@@ -96,7 +85,7 @@ def _model_work(case: Case, side: Side) -> Work:
 
 def _inference_work(case: Case, side: Side) -> Work:
     """Ten regions in a row, as a server has them; on mezzo's side in one `keep_casts`."""
-    model, inputs = _encoder(1, 1)
+    model, inputs = encoder(1, 1)
     model.eval()
     if side == "mezzo":
         from mezzo.torch import keep_casts

@@ -17,6 +17,7 @@ __all__ = [
     "NonFiniteNormError",
     "PolicyError",
     "PolicyFileError",
+    "PreparationError",
     "RegionError",
     "RegistrationError",
     "ScalerProtocolError",
@@ -87,6 +88,10 @@ class SkippedStepsError(MezzoError, RuntimeError):
 
 class NonFiniteNormError(MezzoError, RuntimeError):
     """Gradients were to be clipped whose norm is not finite, and the caller had asked for an error."""
+
+
+class PreparationError(MezzoError, RuntimeError, ValueError):
+    """A model or optimizer cannot be prepared for low-precision parameters, or cannot be worked with once it is."""
 
 
 def near(name: str, known: Iterable[str], *, count: int = 3) -> str:

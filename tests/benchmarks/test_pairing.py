@@ -102,6 +102,11 @@ def test_estimate_needs_values():
         (0.97, 1.01, "ratio", 1.02, False),
         (0.99, 1.03, "ratio", 1.02, False),
         (0.6, 1.9, "ratio", 2.0, True),
+        # A promise of speed: 1.25 times as fast is a gain that sides equal to a fifth leave no room for.
+        (0.9, 1.1, "ratio", 0.8, True),
+        (0.81, 1.24, "ratio", 0.8, True),
+        (0.79, 1.1, "ratio", 0.8, False),
+        (0.9, 1.26, "ratio", 0.8, False),
         (-4e-6, 4e-6, "difference", 5e-6, True),
         (-6e-6, 1e-6, "difference", 5e-6, False),
         (-1e-6, 6e-6, "difference", 5e-6, False),
@@ -122,6 +127,9 @@ WIDE = Estimate(1.0, 0.9, 1.1)
         (1.021, NARROW, 1.02, "not met"),
         (1.00, WIDE, 1.02, "control wider than the bound"),
         (1.50, WIDE, 1.02, "control wider than the bound"),
+        (0.70, NARROW, 0.714, "met"),
+        (0.72, NARROW, 0.714, "not met"),
+        (0.95, WIDE, 0.96, "control wider than the bound"),
         (1.50, NARROW, None, "no bound"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from mezzo.demo.devices import describe, pick_device, single_threaded
-from mezzo.demo.report import results_table
+from mezzo.demo.report import memory_table, results_table
 from mezzo.demo.results import RunResult, speed_up
 
 
@@ -27,8 +27,12 @@ def result(model="transformer", precision="float32", seconds=(2.0, 2.0, 2.0), **
 
 
 def printed(results, width):
+    return shown(results_table(results, torch.device("cpu")), width)
+
+
+def shown(table, width):
     screen = io.StringIO()
-    Console(file=screen, width=width).print(results_table(results, torch.device("cpu")))
+    Console(file=screen, width=width).print(table)
     return screen.getvalue()
 
 
@@ -67,10 +71,36 @@ def test_the_caption_owns_up_to_emulation():
     assert advice not in printed([result(), result(precision="float16")], 80)
 
 
+def test_a_star_says_that_a_run_was_prepared():
+    """With its meaning below the table, only where there is one."""
+    meaning = "*: prepared, so that weights are stored in this dtype"
+    text = printed([result(), result(precision="bfloat16", prepared=True)], 80)
+    assert " bfloat16* " in text
+    assert meaning in text
+    assert meaning not in printed([result(), result(precision="bfloat16")], 80)
+
+
+def test_what_is_held_is_shown_for_models_that_were_prepared_too():
+    """In MiB, apart by kind; a model without a prepared run has nothing to compare."""
+    held = {name: number * 2**20 for name, number in (("weights", 4), ("gradients", 3), ("state", 2), ("masters", 1))}
+    runs = [
+        result(model="conv net", held_bytes=held),
+        result(held_bytes={**held, "masters": 0}),
+        result(precision="float16", prepared=True, held_bytes={**held, "weights": 1234 * 2**20}),
+    ]
+    text = shown(memory_table(runs), 80)
+    rows = [line.split() for line in text.splitlines() if line.startswith(("transformer", "conv"))]
+    assert rows == [
+        ["transformer", "float32", "4.00", "3.00", "2.00", "0.00"],
+        ["transformer", "float16*", "1234.00", "3.00", "2.00", "1.00"],
+    ]
+
+
 def test_large_numbers_fit_into_eighty_columns():
     """What a log file gets: wrapped where it must be, cut nowhere."""
     scaled = result(precision="float16", scales=(1.0,) * 1000, skipped_steps=tuple(range(1, 556)), emulated=True)
-    text = printed([result(seconds=(400.0, 199.9)), result(precision="bfloat16", test_accuracy=1.0), scaled], 80)
+    prepared = result(precision="bfloat16", test_accuracy=1.0, prepared=True)
+    text = printed([result(seconds=(400.0, 199.9)), prepared, scaled], 80)
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     for number in ("599.9", "1234.5", "0.5000", "98.7%", "100.0%", "bfloat16 12", "float32 34", "1234", "555", "skips"):

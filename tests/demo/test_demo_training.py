@@ -7,15 +7,15 @@ import torch
 
 from mezzo.demo.data import load_split
 from mezzo.demo.models import MODELS, build
-from mezzo.demo.results import PRECISIONS, Plan
+from mezzo.demo.results import PRECISIONS, Plan, Way, ways
 from mezzo.demo.train import Run
 
 # Emulated, for these tests to take seconds on every processor; the emulation has tests of its own.
 SMALL = Plan(epochs=1, batch_size=40, emulate_float16=True)
 
 
-def train(name, precision, plan, digits):
-    run = Run(name, digits, precision, plan)
+def train(name, precision, plan, digits, *, prepared=False):
+    run = Run(name, digits, Way(precision, prepared), plan)
     for _ in range(plan.epochs):
         run.train_epoch()
     return run
@@ -26,17 +26,17 @@ def few_digits():
     return load_split(seed=0, limit=160)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_seed_gives_the_same_numbers(name, precision, few_digits):
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in MODELS for way in ways(name)], ids=str)
+def test_the_same_seed_gives_the_same_numbers(name, way, few_digits):
     """Bit for bit: losses, accuracy, memory, op counts."""
-    first, second = (train(name, precision, SMALL, few_digits).result() for _ in range(2))
+    first, second = (train(name, way.precision, SMALL, few_digits, prepared=way.prepared).result() for _ in range(2))
     assert first.train_losses == second.train_losses
     assert first.test_losses == second.test_losses
     assert first.test_accuracy == second.test_accuracy
     assert first.peak_memory_bytes == second.peak_memory_bytes
     assert (first.ops_by_dtype, first.casts) == (second.ops_by_dtype, second.casts)
     assert (first.scales, first.skipped_steps) == (second.scales, second.skipped_steps)
+    assert first.held_bytes == second.held_bytes
 
 
 def test_another_seed_gives_other_numbers(few_digits):
@@ -58,12 +58,13 @@ def test_weights_depend_on_the_seed_alone():
     assert not torch.equal(first["position"], other["position"])
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_measuring_leaves_the_training_alone(precision, few_digits):
+def test_measuring_leaves_the_training_alone(precision, prepared, few_digits):
     """Taking the numbers in mid-training, which runs an extra pass, changes nothing that follows."""
     plan = Plan(epochs=2, batch_size=40, emulate_float16=True)
-    plain = train("conv net", precision, plan, few_digits).result()
-    interrupted = Run("conv net", few_digits, precision, plan)
+    plain = train("conv net", precision, plan, few_digits, prepared=prepared).result()
+    interrupted = Run("conv net", few_digits, Way(precision, prepared), plan)
     interrupted.train_epoch()
     interrupted.result()
     interrupted.train_epoch()
@@ -85,7 +86,7 @@ def test_only_the_low_precisions_pass_through_autocast(few_digits):
 @pytest.mark.parametrize("name", MODELS)
 def test_float16_takes_the_memory_of_bfloat16_and_the_scaler_s(name, few_digits):
     """The same widths, so the same bytes; the scaler has a few numbers of its own, the emulation none that count."""
-    brain, half = (Run(name, few_digits, precision, SMALL).result() for precision in ("bfloat16", "float16"))
+    brain, half = (Run(name, few_digits, Way(precision), SMALL).result() for precision in ("bfloat16", "float16"))
     assert brain.peak_memory_bytes <= half.peak_memory_bytes <= brain.peak_memory_bytes + 256
 
 
@@ -130,6 +131,17 @@ def test_skipped_steps_do_not_advance_the_schedule(lively):
         optimizer.step()
         reference.step()
     assert lively.learning_rate == pytest.approx(reference.get_last_lr()[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_weights_are_evaluated_as_they_are_trained(precision, few_digits):
+    """A prepared transformer gives the losses of autocast, in training and on the test part, emulated or not."""
+    plain, prepared = (
+        train("transformer", precision, SMALL, few_digits, prepared=way).result() for way in (False, True)
+    )
+    # Sums of AdamW's step may be rounded in another order.
+    assert prepared.train_losses == pytest.approx(plain.train_losses, rel=1e-4)
+    assert prepared.test_losses == pytest.approx(plain.test_losses, rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -28,6 +28,13 @@ EXPECTED = {
     "torch_scaler_ddp_devices.py": r"head on (cpu|cuda:1): loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, output torch\.float16",
     "torch_scaler_custom_functions.py": r"bound times the scale: .*, weight off by \d\.\d%, at most 2%: True",
     "torch_scaler_custom_optimizer.py": r"SignMomentumOnDevice +loss 2\.\d+ -> 1\.\d+, 29 of 30 steps, 0 host reads",
+    "torch_prepare.py": r"(?s)prepared +last loss 0\.\d+, accuracy 9\d\.\d%\n.*same float32 weights: True\n.*"
+    r"parameters +137,512 +68,820\n.*1\.weight +torch\.float32 +batch_norm does not run in lower precision",
+    "torch_prepare_float16.py": r"(?s)prepared: .*weights torch\.float16, gradients torch\.float32\n"
+    r"same losses: True, same float32 weights: True",
+    "torch_prepare_ddp.py": r"(?s)rank 1: loss 2\.\d+ -> 1\.\d+, gradients torch\.float32.*same masters on both: True",
+    "torch_prepare_inference.py": r"(?s)equal to autocast's: True\n.*\n14,688,160 bytes of parameters, now 7,864,272\n"
+    r".*with the embedding: 7,352,272 bytes",
     "torch_accelerator.py": r"(?s)float16, scaled +2\.\d+ -> 0\.\d+ +float16 +float16 +float32 +float32\n.*"
     r"rule for gelu: fallthrough, now fp32\nbfloat16, new rule +2\.\d+ -> 0\.\d+ +bfloat16 +float32 ",
     "torch_scaler_watch.py": r"(?s)(\d\d) of 30 steps made, \1 by .* lowered 2 times.*  0\.weight: 4096 NaN, 0 Inf of 4096"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 SLOW = 3.0
 """Float16 counts as slow above this multiple of float32's time. Emulation takes 1.0 to 1.3 times that, measured."""
@@ -64,6 +65,27 @@ class EmulatedProducts(TorchDispatchMode):  # PyTorch's
         if func is _ATTENTION:  # its second result, sums of exponentials, is float32 in any case
             return _narrowed(wide[0]), wide[1]
         return tree_map(_narrowed, wide)
+
+
+@contextmanager
+def emulated_products() -> Iterator[None]:
+    """`EmulatedProducts`, and PyTorch's fused transformer layer put aside until the end of the region.
+
+    Under a dispatch mode that layer, which is taken in evaluation, runs its products without autocast: not in float16,
+    and not at all where only the weights are float16. The setting is one of the whole process.
+
+    Example:
+        >>> with emulated_products():
+        ...     torch.backends.mha.get_fastpath_enabled()
+        False
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with EmulatedProducts():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _is(value: object, dtype: torch.dtype) -> bool:

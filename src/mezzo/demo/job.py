@@ -1,4 +1,4 @@
-"""The main job: train both nets in every precision, show and save what came out."""
+"""The main job: train both nets in every precision, one also with prepared weights; show and save what came out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mezzo.demo.devices import describe, pick_device, single_threaded
 from mezzo.demo.emulation import SLOW, float16_cost
 from mezzo.demo.models import MODELS
 from mezzo.demo.picture import save_plot
-from mezzo.demo.report import results_table, save_json
-from mezzo.demo.results import PRECISIONS, Plan
+from mezzo.demo.report import memory_table, results_table, save_json
+from mezzo.demo.results import Plan, ways
 from mezzo.demo.train import Run
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run_demo(
 ) -> list[RunResult]:
     """Train a conv net and a transformer on scikit-learn's digits: in float32, and in bfloat16 and float16 under autocast.
 
+    The transformer is also trained prepared: weights in bfloat16 or float16, with float32 masters in the optimizer.
     The float16 runs use a gradient scaler. Shows a progress bar and a table, writes `loss.png`
     (losses, and the gradient scale) and `results.json`. On the CPU it works with one thread, and puts the
     thread count back; where float16 is slow there, its products run in float32 and are rounded, and the demo says
@@ -50,13 +51,13 @@ def run_demo(
     Args:
         output: Folder for the files; made if missing.
         device: A PyTorch device; None takes CUDA, else another accelerator that has autocast, else the CPU.
-        epochs: Epochs of each run; None takes 10, or 2 when `quick`.
+        epochs: Epochs of each run; None takes 8, or 2 when `quick`.
         quick: Train on few samples, in a few seconds: shows that everything works, not how well.
         console: Where to print; None prints to standard output.
         seed: Decides the split, the initial weights and the order of the samples.
 
     Returns:
-        One result per run; of the same model float32 first, then bfloat16, then float16.
+        One result per run; of the same model float32 first, then bfloat16 and float16, then those prepared.
 
     Raises:
         ValueError: If the device is not there or has no autocast, or `epochs` is below 1.
@@ -89,6 +90,8 @@ def _work(digits: Digits, plan: Plan, where: torch.device, output: Path, console
     console.print()
     console.print(results_table(results, where))
     console.print()
+    console.print(memory_table(results))
+    console.print()
     console.print(f"Plots:     {plot}", soft_wrap=True)
     console.print(f"Numbers:   {numbers}", soft_wrap=True)
     return results
@@ -105,16 +108,16 @@ def _train_all(digits: Digits, plan: Plan, console: Console) -> list[RunResult]:
     results: list[RunResult] = []
     with _progress(console) as progress:
         bars = {
-            (model, precision): progress.add_task(f"{model}, {precision}", total=plan.epochs, loss="", start=False)
+            (model, way): progress.add_task(f"{model}, {way}", total=plan.epochs, loss="", start=False)
             for model in MODELS
-            for precision in PRECISIONS
+            for way in ways(model)
         }
         for model in MODELS:
-            runs = [Run(model, digits, precision, plan) for precision in PRECISIONS]
-            # Epoch by epoch in turn: what else the machine does then slows all precisions alike.
+            runs = [Run(model, digits, way, plan) for way in ways(model)]
+            # Epoch by epoch in turn: what else the machine does then slows all runs alike.
             for _ in range(plan.epochs):
                 for run in runs:
-                    bar = bars[model, run.precision]
+                    bar = bars[model, run.way]
                     progress.start_task(bar)
                     progress.update(bar, advance=1, loss=f"loss {run.train_epoch():.4f}")
             results.extend(run.result() for run in runs)

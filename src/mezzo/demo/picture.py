@@ -36,6 +36,8 @@ def save_plot(results: Sequence[RunResult], path: Path) -> None:
         results: The runs, those of one model in a row; without a scaled run there is no lower panel.
         path: The file, overwritten if it exists.
     """
+    # Prepared runs lie on the curves of their precision.
+    results = [result for result in results if not result.prepared]
     models = list(dict.fromkeys(result.model for result in results))
     scaled = {result.model: result for result in results if result.scales}
     figure = Figure(figsize=(5.4 * len(models), 6.8 if scaled else 4.4), layout="constrained")

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
@@ -16,7 +16,7 @@ from mezzo.demo.devices import describe
 from mezzo.demo.results import speed_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from mezzo.demo.results import Plan, RunResult
@@ -28,23 +28,23 @@ CAPTION = (
     "decided on and casts it inserted, in one forward pass with its loss.\n"
     "skips: steps that the gradient scaler left out, as a gradient had overflowed."
 )
+PREPARED = "\n*: prepared, so that weights are stored in this dtype, with float32 masters."
 EMULATED = (
     "\nfloat16: its products ran in float32 and were rounded, as PyTorch's own\n"
     "float16 products are slow on this CPU. So its time is not float16's."
 )
+
+# Narrow enough for 80 columns, what a log file or a pipe gets.
+NARROW: Mapping[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
 
 
 def results_table(results: Sequence[RunResult], device: torch.device) -> Table:
     """One row per run; runs of one model stand together."""
     table = Table(
         title=f"mezzo demo on {describe(device)}",
-        caption=CAPTION + (EMULATED if any(result.emulated for result in results) else ""),
+        caption=_caption(results),
         caption_justify="left",
-        # Narrow enough for 80 columns, what a log file or a pipe gets.
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        show_edge=False,
+        **NARROW,
     )
     for heading in ("model", "precision"):
         table.add_column(heading, no_wrap=True)
@@ -59,11 +59,31 @@ def results_table(results: Sequence[RunResult], device: torch.device) -> Table:
     return table
 
 
+def _caption(results: Sequence[RunResult]) -> str:
+    prepared = PREPARED if any(result.prepared for result in results) else ""
+    return CAPTION + prepared + (EMULATED if any(result.emulated for result in results) else "")
+
+
+def memory_table(results: Sequence[RunResult]) -> Table:
+    """What lives from step to step, a row per run of the models that were trained with prepared weights too."""
+    table = Table(title="held between training steps, MiB", **NARROW)
+    for heading in ("model", "precision"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("weights", "gradients", "state", "masters"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    models = {result.model for result in results if result.prepared}
+    for result in results:
+        if result.model in models:
+            numbers = [f"{result.held_bytes[name] / MEBI:.2f}" for name in ("weights", "gradients", "state", "masters")]
+            table.add_row(result.model, str(result.way), *numbers)
+    return table
+
+
 def _cells(result: RunResult, results: Sequence[RunResult]) -> list[str]:
     ratio = speed_up(result, results)
     return [
         result.model,
-        result.precision,
+        str(result.way),
         f"{result.train_losses[-1]:.4f}",
         f"{result.test_accuracy:.1%}",
         f"{result.seconds:.1f}",

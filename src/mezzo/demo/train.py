@@ -1,4 +1,4 @@
-"""One seeded training run: a model, a precision, a device; what it learned and what it cost."""
+"""One seeded training run: a model, a precision and a way of storing weights, a device; what it learned and what it cost."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 from mezzo.demo.devices import clock
-from mezzo.demo.emulation import EmulatedProducts
+from mezzo.demo.emulation import emulated_products
 from mezzo.demo.memory import step_peak_bytes
 from mezzo.demo.models import build
 from mezzo.demo.results import RunResult
-from mezzo.torch import GradScaler, SteppedScheduler, autocast, observe
+from mezzo.torch import GradScaler, SteppedScheduler, autocast, master_params, observe, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mezzo.demo.data import Digits, Split
-    from mezzo.demo.results import Plan, Precision
+    from mezzo.demo.results import Plan, Precision, Way
 
 
 def region(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -35,14 +35,16 @@ def region(precision: Precision, device: torch.device) -> AbstractContextManager
 class TrainingStep:
     """A model, its optimizer, a gradient scaler and a batch: calling it makes one step."""
 
-    def __init__(self, model: nn.Module, precision: Precision, batch: Split, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, way: Way, batch: Split, plan: Plan) -> None:
         self.model = model
-        self.precision = precision
+        self.precision = way.precision
         self.batch = batch
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay)
+        if way.prepared:
+            prepare(model, self.optimizer, dtype=getattr(torch, way.precision))
         # Float16 gradients are too small without a scale; bfloat16 has float32's range and needs none.
         self.scaler = GradScaler(
-            batch.device.type, enabled=precision == "float16", growth_interval=plan.growth_interval
+            batch.device.type, enabled=way.precision == "float16", growth_interval=plan.growth_interval
         )
 
     def __call__(self) -> torch.Tensor:
@@ -64,38 +66,46 @@ class TrainingStep:
             return functional.cross_entropy(self.model(self.batch.images), self.batch.labels)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that lives between steps: the batch, weights, gradients, the optimizer's state.
+        """Everything that lives between steps: the batch, weights, gradients, the optimizer's state, masters.
 
         Except the scaler's two numbers, which are its own: they count once a step has used them.
         """
         yield from (self.batch.images, self.batch.labels)
         yield from self.model.buffers()
-        for weight in self.model.parameters():
-            yield weight
-            if weight.grad is not None:
-                yield weight.grad
-            yield from self.optimizer.state[weight].values()
+        for held in self.held().values():
+            yield from held
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What training holds from step to step, by kind; gradients as the last step left them."""
+        weights = list(self.model.parameters())
+        own = {id(weight) for weight in weights}
+        return {
+            "weights": [*weights],
+            "gradients": [weight.grad for weight in weights if weight.grad is not None],
+            "state": [value for state in self.optimizer.state.values() for value in state.values()],
+            "masters": [held for held in master_params(self.optimizer) if id(held) not in own],
+        }
 
 
 class Run:
-    """Trains one model in one precision, epoch by epoch.
+    """Trains one model in one way, epoch by epoch.
 
     The same arguments on the same machine give the same losses; the global random state is left alone.
 
     Args:
         name: A key of `mezzo.demo.models.MODELS`.
         digits: The data, on the device to train on.
-        precision: "float32" without autocast, "bfloat16" under it, "float16" under it and with a gradient scaler.
+        way: The precision, and whether the weights are stored in it.
         plan: How long, how fast, and the seed.
     """
 
-    def __init__(self, name: str, digits: Digits, precision: Precision, plan: Plan) -> None:
+    def __init__(self, name: str, digits: Digits, way: Way, plan: Plan) -> None:
         self.name = name
-        self.precision = precision
+        self.way = way
         self._digits = digits
         self._plan = plan
         self._model = build(name, plan.seed).to(digits.train.device)
-        self._step = TrainingStep(self._model, precision, digits.train, plan)
+        self._step = TrainingStep(self._model, way, digits.train, plan)
         batches = -(-len(digits.train) // plan.batch_size)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             self._step.optimizer, max_lr=plan.learning_rate, total_steps=plan.epochs * batches
@@ -120,7 +130,7 @@ class Run:
         """
         with self._products():
             self._train_losses.append(self._train())
-            test_loss, self._test_accuracy = evaluate(self._model, self._digits.test, self.precision)
+            test_loss, self._test_accuracy = evaluate(self._model, self._digits.test, self.way.precision)
         self._test_losses.append(test_loss)
         return self._train_losses[-1]
 
@@ -154,9 +164,10 @@ class Run:
         """The numbers of the epochs so far; training may go on afterwards."""
         with self._products():
             ops_by_dtype, casts = _observed(self._separate_step())
+        held = self._step.held()
         return RunResult(
             model=self.name,
-            precision=self.precision,
+            precision=self.way.precision,
             parameters=sum(weight.numel() for weight in self._model.parameters()),
             train_losses=tuple(self._train_losses),
             test_losses=tuple(self._test_losses),
@@ -168,19 +179,21 @@ class Run:
             scales=tuple(self._scales),
             skipped_steps=tuple(self._skipped_steps),
             emulated=self._emulates,
+            prepared=self.way.prepared,
+            held_bytes={kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held.items()},
         )
 
     @property
     def _emulates(self) -> bool:
-        return self._plan.emulate_float16 and self.precision == "float16"
+        return self._plan.emulate_float16 and self.way.precision == "float16"
 
     def _products(self) -> AbstractContextManager[object]:
-        return EmulatedProducts() if self._emulates else nullcontext()
+        return emulated_products() if self._emulates else nullcontext()
 
     def _separate_step(self) -> TrainingStep:
         # On a copy, so that measuring changes neither weights nor batch norm's statistics.
         batch = self._digits.train.select(torch.arange(min(self._plan.batch_size, len(self._digits.train))))
-        return TrainingStep(copy.deepcopy(self._model), self.precision, batch, self._plan)
+        return TrainingStep(copy.deepcopy(self._model), self.way, batch, self._plan)
 
 
 def evaluate(model: nn.Module, split: Split, precision: Precision) -> tuple[float, float]:

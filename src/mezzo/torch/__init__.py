@@ -16,11 +16,16 @@ from mezzo.torch.function_check import check_function
 from mezzo.torch.functional_scaling import next_scale, select_finite, unscale_gradients
 from mezzo.torch.functions import custom_bwd, custom_fwd
 from mezzo.torch.keeping import keep_casts
+from mezzo.torch.lost_updates import LostUpdates, count_lost_updates
+from mezzo.torch.master_checkpoints import float32_state_dict
+from mezzo.torch.master_params import master_params
+from mezzo.torch.memory_report import MemoryReport, memory_report
 from mezzo.torch.merging import step_merged
 from mezzo.torch.nonfinite import NonFinite, Overflow
 from mezzo.torch.observe import Observation, OpCall, observe
 from mezzo.torch.policies import active_policy, get_default_policy, set_default_policy
 from mezzo.torch.precision import Precision, clear_precision, set_precision
+from mezzo.torch.prepare import prepare, unprepare
 from mezzo.torch.scaler import GradScaler
 from mezzo.torch.schedules import SteppedScheduler
 
@@ -37,6 +42,14 @@ __all__ = [
     "select_finite",
     "NonFinite",
     "Overflow",
+    "prepare",
+    "unprepare",
+    "master_params",
+    "float32_state_dict",
+    "memory_report",
+    "MemoryReport",
+    "count_lost_updates",
+    "LostUpdates",
     "set_default_policy",
     "get_default_policy",
     "active_policy",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +45,18 @@ def closure_in(
     return given if callable(given) else None
 
 
+def _snapshot(parameter: Tensor) -> Callable[[], object]:
+    return partial(parameter.copy_, parameter.detach().clone())
+
+
 class _Kept:
     """The parameters and the state of an optimizer as they are now, to be put back if a step fails half-way."""
 
     @runs_eagerly
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [(one, one.detach().clone()) for one in parameters_of(optimizer)]
+        # Masters keep the weights of the model with their own.
+        self._parameters = [getattr(one, "snapshot", partial(_snapshot, one))() for one in parameters_of(optimizer)]
         self._state = {key: copy.deepcopy(value) for key, value in getattr(optimizer, "state", {}).items()}
         self._numbers = [
             {name: copy.copy(value) for name, value in group.items() if name != "params"}
@@ -61,8 +67,8 @@ class _Kept:
     def put_back(self) -> None:
         """Put back what was there."""
         with torch.no_grad():
-            for parameter, value in self._parameters:
-                parameter.copy_(value)
+            for put_back in self._parameters:
+                put_back()
         for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=True):
             group.update(numbers)
         if hasattr(self._optimizer, "state"):

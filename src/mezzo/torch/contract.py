@@ -83,7 +83,8 @@ def give_momentum(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter] if parameter.grad is not None else None
             if state is not None and state.get("momentum_buffer") is None and not parameter.grad.is_sparse:
-                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                # A master is float32 whatever its gradient is.
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad, dtype=parameter.dtype)
 
 
 class attributes:  # noqa: N801 - used as a function, a context manager that costs little

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["not_compiled_alone", "runs_eagerly", "runs_itself_eagerly"]
+__all__ = ["not_compiled_alone", "pause_compiling", "resume_compiling", "runs_eagerly", "runs_itself_eagerly"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,3 +67,25 @@ def not_compiled_alone(function: F) -> F:
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+@runs_itself_eagerly
+def pause_compiling() -> Any:
+    """Have Dynamo leave alone what the thread runs from here on, up to `resume_compiling`.
+
+    For hooks whose caller goes on with code that is not to be compiled: Dynamo would compile what comes after a function
+    that it leaves alone. If that ends in an exception, the end of the compiled function resumes.
+
+    Returns:
+        What `resume_compiling` takes; None if nothing is being compiled.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
+        return None
+    return torch._C._dynamo.eval_frame.set_eval_frame(None)
+
+
+@runs_itself_eagerly
+def resume_compiling(paused: Any) -> None:
+    """Have Dynamo go on; does nothing with None."""
+    if paused is not None:
+        torch._C._dynamo.eval_frame.set_eval_frame(paused)

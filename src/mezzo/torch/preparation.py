@@ -1,0 +1,95 @@
+"""What a prepared model knows of itself: which parameters are stored low and why, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo.torch.master_checkpoints import refuse_assign, take_wide_values
+from mezzo.torch.master_ddp import look_for_ddp, watch_ddp
+from mezzo.torch.master_settings import Settings
+
+__all__ = ["Preparation", "mark", "preparation_of", "unmark", "watch_for_ddp"]
+
+
+@dataclass
+class Preparation:
+    """A record on a prepared model; copied, pickled and compiled along with it.
+
+    It is kept among the model's hooks for ``load_state_dict``.
+
+    Attributes:
+        settings: How parameters are stored.
+        stored: Name to reason, of the parameters that are stored low.
+        kept: The same of the others.
+        dtypes: Name to the dtype before, of stored parameters and buffers that were not float32.
+        buffers: The names of the buffers that are stored low.
+        with_optimizer: Whether an optimizer was given.
+    """
+
+    settings: Settings
+    stored: Mapping[str, str]
+    kept: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    with_optimizer: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model alone has no optimizer.
+        return {**self.__dict__, "with_optimizer": False}
+
+    def __call__(
+        self, module: nn.Module, _state_dict: object, _prefix: str, local_metadata: Mapping[str, Any], *_: object
+    ) -> None:
+        """Refuse ``assign=True`` before anything of the model is loaded."""
+        refuse_assign(module, local_metadata, held=self.with_optimizer)
+
+
+def preparation_of(model: nn.Module) -> Preparation | None:
+    """Give the record of a model that was prepared, or of a copy; None if it was not."""
+    for hook in model._load_state_dict_pre_hooks.values():
+        found = getattr(hook, "hook", None)
+        if isinstance(found, Preparation):
+            return found
+    return None
+
+
+def mark(model: nn.Module, record: Preparation, modules: list[nn.Module]) -> None:
+    """Put the record on a model, and the hooks that a prepared model needs.
+
+    Args:
+        model: The model.
+        record: Its record.
+        modules: Those that have parameters which are stored low.
+    """
+    model.register_load_state_dict_pre_hook(record)
+    for module in modules:
+        module.register_load_state_dict_pre_hook(take_wide_values)
+
+
+def watch_for_ddp(model: nn.Module) -> None:
+    """Put the hook on a model that is trained; on others it would keep PyTorch from its fused layers."""
+    if look_for_ddp not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(look_for_ddp)
+    watch_ddp()
+
+
+def unmark(model: nn.Module) -> None:
+    """Take away what `mark` put there."""
+    _remove(model._forward_pre_hooks, lambda hook: hook is look_for_ddp)
+    for module in model.modules():
+        _remove(module._load_state_dict_pre_hooks, _is_ours)
+
+
+def _is_ours(hook: Any) -> bool:
+    inner = getattr(hook, "hook", None)
+    return inner is take_wide_values or isinstance(inner, Preparation)
+
+
+def _remove(hooks: Any, which: Any) -> None:
+    for key in [key for key, hook in hooks.items() if which(hook)]:
+        del hooks[key]
