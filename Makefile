@@ -23,6 +23,7 @@ check: $(STAMP)
 # Side-by-side timings, printed as a table and written to benchmarks/results/.
 bench: $(STAMP)
 	$(PY) -m benchmarks
+	$(PY) -m benchmarks.memory --output benchmarks/results
 
 # The tests that need a CUDA device, and the demo on it; under five minutes.
 gpu-check: $(STAMP)

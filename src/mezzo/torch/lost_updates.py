@@ -77,28 +77,34 @@ class LostUpdates:
         self._whole_steps = 0
 
     @property
-    def by_parameter(self) -> Mapping[str | int, UpdateCounts]:  # noqa: D102 - described above, as all of these are
+    def by_parameter(self) -> Mapping[str | int, UpdateCounts]:
+        """Give the counts of each parameter that had a gradient."""
         return MappingProxyType({name: UpdateCounts(*counts.tolist()) for name, counts in self._counts.items()})
 
     @property
-    def updates(self) -> int:  # noqa: D102
+    def updates(self) -> int:
+        """Give how many there were, over all parameters."""
         return self._total().updates
 
     @property
-    def lost(self) -> int:  # noqa: D102
+    def lost(self) -> int:
+        """Give how many of them were lost."""
         return self._total().lost
 
     @property
-    def waiting(self) -> int:  # noqa: D102
+    def waiting(self) -> int:
+        """Give how many changed a master and not yet the weight."""
         return self._total().waiting
 
     @property
-    def fraction(self) -> float:  # noqa: D102
+    def fraction(self) -> float:
+        """Give the share that was lost."""
         total = self._total()
         return total.lost / total.updates if total.updates else 0.0
 
     @property
-    def steps(self) -> int:  # noqa: D102
+    def steps(self) -> int:
+        """Give how many steps were counted."""
         return self._whole_steps + sum(int(steps.item()) for steps in self._steps.values())
 
     def __repr__(self) -> str:

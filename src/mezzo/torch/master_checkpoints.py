@@ -19,7 +19,7 @@ from mezzo.torch.master_params import Master, master_of, state_of, take_over_wri
 from mezzo.torch.master_places import take_in
 from mezzo.torch.rounding import round_nearest_, split_
 
-__all__ = ["KEY", "float32_state_dict", "take_wide_values"]
+__all__ = ["KEY", "take_wide_values"]
 
 KEY = "mezzo"
 """The key that an optimizer's state dict has besides PyTorch's ``state`` and ``param_groups``."""
@@ -210,40 +210,3 @@ def refuse_assign(module: nn.Module, local_metadata: Mapping[str, Any], *, held:
             "with the old ones. Load without assign, or call mezzo.torch.unprepare first."
         )
         raise PreparationError(msg)
-
-
-def float32_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Give the model's state dict as it would be without `mezzo.torch.prepare`: in float32, with the masters' values.
-
-    Args:
-        model: The model, prepared or not, with or without an optimizer.
-
-    Returns:
-        What ``model.state_dict()`` gives, with every parameter that is stored low in float32: its master, or where there is
-        none what is stored. These are copies; the others are the model's own, as there.
-
-    Example:
-        >>> import mezzo.torch
-        >>> model = nn.Linear(2, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mezzo.torch.prepare(model, optimizer)
-        >>> {name: str(value.dtype) for name, value in mezzo.torch.float32_state_dict(model).items()}
-        {'weight': 'torch.float32', 'bias': 'torch.float32'}
-    """
-    found: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name, value in found.items():
-        if isinstance(value, Tensor):
-            found[name] = _float32(value)
-    return found
-
-
-@torch.no_grad()
-def _float32(value: Tensor) -> Tensor:
-    master = master_of(value)
-    if master is None:
-        return value.detach().float() if value.dtype in (torch.bfloat16, torch.float16) else value.detach()
-    take_over_writes(master)
-    if master.owner.settings.keeps_masters:
-        return master.values().clone()
-    low = master.model_param.detach().float()
-    return low if master.compensation is None else low + master.compensation.float()

@@ -17,7 +17,7 @@ from torch.utils.hooks import unserializable_hook
 if TYPE_CHECKING:
     from mezzo.torch.master_params import Master
 
-__all__ = ["let_go", "link_gradients", "links", "set_gradient"]
+__all__ = ["let_go", "link_gradients", "links", "replace_values", "set_gradient"]
 
 links: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
 """From the identity of a model's parameter to its master, which holds that parameter."""
@@ -29,6 +29,15 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = None
         parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
+
+
+def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter values of another dtype; its gradient stays, in its own."""
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.data = values
+    parameter.grad_dtype = values.dtype
+    set_gradient(parameter, gradient)
 
 
 def let_go(master: Master) -> None:

@@ -23,7 +23,7 @@ class Bytes:
 
     Attributes:
         parameters: Of the model.
-        gradients: One per parameter that requires it, as a single backward pass leaves it.
+        gradients: One per parameter that requires it, as a single backward pass leaves it; none without an optimizer.
         optimizer_state: Moments and alike, as they are now.
         masters: Float32 masters, or the compensation in their place.
     """
@@ -85,12 +85,12 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
         >>> import mezzo.torch
         >>> model = mezzo.torch.prepare(nn.Linear(64, 64))
         >>> print(memory_report(model))
-        bytes            before   after
-        parameters       16,640   8,320
-        gradients        16,640   8,320
-        optimizer state       0       0
-        masters               0       0
-        total            33,280  16,640
+        bytes            before  after
+        parameters       16,640  8,320
+        gradients             0      0
+        optimizer state       0      0
+        masters               0      0
+        total            16,640  8,320
     """
     model, optimizers = checked(model, optimizer, "memory_report")
     record = preparation_of(model)
@@ -107,7 +107,8 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
     )
     held = [one for each in optimizers for group in each.param_groups for one in group["params"]]
     masters = {id(one): _of_master(one) for one in held if isinstance(one, Master)}
-    trained = [one for _, one in named if one.requires_grad]
+    trained = [one for _, one in named if one.requires_grad and (optimizers or record.with_optimizer)]
+    low = {name for name, one in model.state_dict(keep_vars=True).items() if one.dtype is record.settings.dtype}
     return MemoryReport(
         Bytes(sum(before.values()), sum(before[id(one)] for one in trained), wide_state, 0),
         Bytes(
@@ -116,7 +117,8 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
             state,
             sum(masters.values()),
         ),
-        dict(record.stored),
+        # Of modules that have been replaced since, nothing is stored low.
+        {name: reason for name, reason in record.stored.items() if name in low},
         dict(record.kept),
     )
 

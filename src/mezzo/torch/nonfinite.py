@@ -218,13 +218,17 @@ def parameter_names(
     """
     places: dict[int, str] = {}
     listed: dict[int, str] = {}
+    # A master goes by the name of the model's parameter (`mezzo.torch.prepare`).
+    known_as: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         places.update({id(one): f"param_groups[{index}]['params'][{at}]" for at, one in enumerate(group["params"])})
+        known_as.update({id(one): id(getattr(one, "model_param", one)) for one in group["params"]})
         # There if the optimizer was made from model.named_parameters().
         listed.update({id(one): name for one, name in zip(group["params"], group.get("param_names", ()), strict=False)})
-    known = {**listed, **given}
-    nameless = set(parameters) - known.keys()
-    return {**places, **(_names_in_modules(nameless) if nameless else {}), **known}
+    known = {**listed, **{key: given[other] for key, other in known_as.items() if other in given}, **given}
+    nameless = {known_as.get(key, key): key for key in set(parameters) - known.keys()}
+    found = _names_in_modules(nameless) if nameless else {}
+    return {**places, **{nameless[other]: name for other, name in found.items()}, **known}
 
 
 def _names_in_modules(wanted: Container[int]) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ from torch import nn
 
 from mezzo.torch.master_checkpoints import refuse_assign, take_wide_values
 from mezzo.torch.master_ddp import look_for_ddp, watch_ddp
+from mezzo.torch.master_params import master_of
 from mezzo.torch.master_settings import Settings
 
-__all__ = ["Preparation", "mark", "preparation_of", "unmark", "watch_for_ddp"]
+__all__ = ["Preparation", "mark", "preparation_of", "unmark", "warn_of_rounded", "watch_for_ddp"]
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Preparation:
         dtypes: Name to the dtype before, of stored parameters and buffers that were not float32.
         buffers: The names of the buffers that are stored low.
         with_optimizer: Whether an optimizer was given.
+        mastered: The names of the parameters that were given masters.
     """
 
     settings: Settings
@@ -37,6 +40,7 @@ class Preparation:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     with_optimizer: bool = False
+    mastered: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model alone has no optimizer.
@@ -56,6 +60,31 @@ def preparation_of(model: nn.Module) -> Preparation | None:
         if isinstance(found, Preparation):
             return found
     return None
+
+
+def warn_of_rounded(model: nn.Module, what: str) -> None:
+    """Warn if parameters of a model, or of its parts, had masters that are gone.
+
+    Args:
+        model: Any model.
+        what: What is done with it, for the message.
+    """
+    gone = 0
+    for module in model.modules():
+        record = preparation_of(module)
+        if record is not None and record.mastered:
+            named = dict(module.named_parameters())
+            low = [
+                named[name] for name in record.mastered if name in named and named[name].dtype is record.settings.dtype
+            ]
+            gone += sum(master_of(one) is None for one in low)
+    if gone:
+        msg = (
+            f"{what}: {gone} parameters come rounded, since their float32 masters are gone. Masters live in the optimizer "
+            "and go with it; a copy of the model alone has none. Do this while the optimizer is there, or copy the two "
+            "together."
+        )
+        warnings.warn(msg, stacklevel=3)
 
 
 def mark(model: nn.Module, record: Preparation, modules: list[nn.Module]) -> None:

@@ -14,25 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.torch.low_parameters import Choice, Selector, choose, choose_buffers
-from mezzo.torch.master_copies import attach, detach
-from mezzo.torch.master_gradients import set_gradient
-from mezzo.torch.master_params import Master, master_of, take_over_writes
-from mezzo.torch.master_places import cast_state, give_places, swap
+from mezzo.torch.master_copies import attach
+from mezzo.torch.master_gradients import replace_values, set_gradient
+from mezzo.torch.master_params import master_of
+from mezzo.torch.master_places import cast_state, give_places
 from mezzo.torch.master_settings import Owner, Settings
-from mezzo.torch.preparation import Preparation, mark, preparation_of, unmark, watch_for_ddp
+from mezzo.torch.preparation import Preparation, mark, preparation_of, watch_for_ddp
 from mezzo.torch.prepare_checks import (
     check_arithmetic,
     check_model,
     check_optimizers,
     check_settings,
-    check_undo,
     checked,
 )
 
 if TYPE_CHECKING:
     from mezzo.builtin import PolicyLike
 
-__all__ = ["prepare", "unprepare"]
+__all__ = ["prepare"]
 
 Optimizer = torch.optim.Optimizer
 Selectors = Selector | Sequence[Selector]
@@ -166,14 +165,17 @@ def _store(
     gone.update({full: dtype for m, name, full in places if (dtype := getattr(m, name).dtype) is not torch.float32})
     record = Preparation(
         settings,
-        {name: one.reason for one in chosen for name in one.names},
+        {
+            **{name: one.reason for one in chosen for name in one.names},
+            **{full: "buffer selected" for _, _, full in places},
+        },
         {name: one.reason for one in choices if not one.low for name in one.names},
         gone,
         tuple(full for _, _, full in places),
         bool(optimizers),
     )
     for one in chosen:
-        _replace_values(one.parameter, narrow[id(one.parameter)])
+        replace_values(one.parameter, narrow[id(one.parameter)])
     for module, name, _ in places:
         module._buffers[name] = narrow_buffers[id(module._buffers[name])]
     ids = set(values)
@@ -182,15 +184,6 @@ def _store(
     stored: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
     stored.update({id(one.parameter): (one.parameter, values[id(one.parameter)]) for one in chosen})
     _give_masters(model, stored, optimizers, settings)
-
-
-def _replace_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter values of another dtype; its gradient stays, in its own."""
-    gradient = parameter.grad
-    parameter.grad = None
-    parameter.data = values
-    parameter.grad_dtype = values.dtype
-    set_gradient(parameter, gradient)
 
 
 def _give_masters(
@@ -214,64 +207,6 @@ def _give_masters(
     for optimizer in optimizers:
         give_places(optimizer, owner, stored)
         attach(optimizer, owner)
-
-
-def unprepare(model: nn.Module, optimizer: Optimizer | list[Optimizer] | None = None) -> None:
-    """Undo `prepare`: parameters are float32 again, with the masters' values, and the optimizer holds them itself.
-
-    Args:
-        model: A model that was prepared, or a copy of one.
-        optimizer: Its optimizer, or the list of them; needed if it has masters.
-
-    Raises:
-        PreparationError: The model is not prepared, or its masters belong to an optimizer that was not given. Nothing is
-            changed then.
-
-    Example:
-        >>> import mezzo.torch
-        >>> model = mezzo.torch.prepare(nn.Linear(2, 2))
-        >>> mezzo.torch.unprepare(model)
-        >>> model.weight.dtype
-        torch.float32
-    """
-    inner, optimizers = checked(model, optimizer, "unprepare")
-    record = check_undo(inner, optimizers)
-    named = list(inner.named_parameters())
-    low = {id(one): one.dtype for name, one in named if name in record.stored}
-    with torch.no_grad():
-        for name, parameter in named:
-            if name in record.stored:
-                _widen(parameter, record.dtypes.get(name, torch.float32))
-        for name in record.buffers:
-            path, _, last = name.rpartition(".")
-            buffers = inner.get_submodule(path)._buffers
-            stored = buffers[last]
-            if stored is not None:
-                buffers[last] = stored.to(record.dtypes.get(name, torch.float32))
-    for each in optimizers:
-        for group in each.param_groups:
-            for place, one in enumerate(group["params"]):
-                if isinstance(one, Master):
-                    swap(each, group, place, one.model_param)
-                elif id(one) in low:
-                    each.state[one] = cast_state(each.state[one], low[id(one)], one.dtype)
-        detach(each)
-    unmark(inner)
-
-
-def _widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    master = master_of(parameter)
-    low = parameter.detach()
-    wide = low.to(dtype)
-    if master is not None:
-        take_over_writes(master)
-        if master.owner.settings.keeps_masters:
-            wide = master.values().to(dtype)
-        elif master.compensation is not None:
-            wide = (low.float() + master.compensation.float()).to(dtype)
-        if master.unlink is not None:
-            master.unlink()
-    gradient: Tensor | None = parameter.grad
-    _replace_values(parameter, wide)
-    if gradient is not None:
-        set_gradient(parameter, gradient.to(dtype))
+    record = preparation_of(model)
+    if record is not None:
+        record.mastered = tuple(name for name, one in model.named_parameters() if master_of(one) is not None)

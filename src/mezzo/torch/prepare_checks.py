@@ -83,9 +83,10 @@ def check_model(inner: nn.Module, optimizers: list[Any], settings: Settings, *, 
     low = [name for name, one in inner.named_parameters() if one.dtype in LOW]
     if low:
         count = f"{len(low)} of its parameters, such as {low[0]!r}," if len(low) > 1 else f"its parameter {low[0]!r}"
+        then = "make the optimizer and prepare" if optimizers else "prepare. For inference it is as it should be"
         msg = (
             f"The model is in low precision already: {count} would have a master of rounded values. Load the float32 "
-            "weights first: model.float(), then load_state_dict, then make the optimizer and prepare."
+            f"weights first: model.float(), then load_state_dict, then {then}."
         )
         raise PreparationError(msg)
     sharded = next((name for name, one in inner.named_parameters() if hasattr(one, "device_mesh")), None)
@@ -147,6 +148,8 @@ def _unwrapped(model: nn.Module, caller: str) -> nn.Module:
 def checked(model: nn.Module, optimizer: Any, caller: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """Give a model without the wrapper of `torch.compile`, and the optimizers that came with it as a list."""
     optimizers = optimizer if isinstance(optimizer, list) else [] if optimizer is None else [optimizer]
+    if caller == "memory_report" and isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     inner = _unwrapped(model, caller)
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
@@ -165,7 +168,7 @@ def check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
         if masters_in(optimizer) or owner_of(optimizer) is not None:
             msg = (
                 f"This {type(optimizer).__name__} is prepared already. If it has the parameters of several models, prepare "
-                "them together: prepare(nn.ModuleList([first, second]), optimizer)."
+                "them together, and keep the list to undo it: prepare(nn.ModuleList([first, second]), optimizer)."
             )
             raise PreparationError(msg)
         theirs = [one for group in optimizer.param_groups for one in group["params"]]
@@ -207,7 +210,10 @@ def check_undo(inner: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Pre
     """Check what `mezzo.torch.unprepare` was given; give the model's record."""
     record = preparation_of(inner)
     if record is None:
-        msg = "The model is not prepared, so there is nothing to undo."
+        msg = (
+            "The model is not prepared, so there is nothing to undo. If it was prepared as a part of another, such as an "
+            "nn.ModuleList, give that one."
+        )
         raise PreparationError(msg)
     if any(hasattr(one, "device_mesh") for one in inner.parameters()):
         msg = (
@@ -225,7 +231,8 @@ def check_undo(inner: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Pre
         )
         raise PreparationError(msg)
     ids = {id(one) for one in mine}
-    if theirs - ids:
+    # One whose masters belong to a module that has left the model is this model's all the same.
+    if any((held := set(map(id, masters_in(each)))) and not held & ids for each in optimizers):
         msg = "The optimizer has masters of another model. Give the optimizer that this model was prepared with."
         raise PreparationError(msg)
     return record

@@ -9,6 +9,7 @@ They are on the key of `mezzo.torch.switch`, before PyTorch's, and only in regio
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,8 +208,21 @@ def _fused_kernel(spec: OpSpec) -> Callable[..., Any]:
     redispatch, after = spec.overload.redispatch, torch._C._dispatch_keyset_full_after(KEY)
     places = [place for place, name in spec.tensors if name in _CAST_INSIDE]
 
+    def unwatched(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _include(KEY, False)
+        try:
+            return redispatch(keyset & after, *args, **kwargs)
+        finally:
+            _include(KEY, True)
+
     @runs_eagerly
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if args[0].is_cpu and not _modes():
+            low = _region_dtype("cpu")
+            if all(args[place].dtype is low for place in places):
+                # Stored low, no weight is cast inside. If dtypes fail there, what is below mends it.
+                with contextlib.suppress(*DTYPE_ERRORS):
+                    return unwatched(keyset, args, kwargs)
         if args[0].is_cpu and _cache_enabled() and not _modes():
             low, new = _region_dtype("cpu"), list(args)
             for place in places:

@@ -87,13 +87,13 @@ def test_sgd_without_momentum_has_no_state() -> None:
 def test_a_model_for_inference_has_parameters_alone() -> None:
     report = memory_report(prepare(net()))
     assert (report.before.parameters, report.after.parameters) == (4 * ALL, 2 * LINEAR + 4 * NORM)
-    assert report.after.optimizer_state == report.after.masters == 0
+    assert report.after.gradients == report.after.optimizer_state == report.after.masters == 0
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
     model = net().requires_grad_(False)
     model[3].requires_grad_(True)
-    report = memory_report(prepare(model))
+    report = memory_report(*prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     assert report.before.gradients == 4 * (12 * 3 + 3)
     assert report.after.gradients == 2 * (12 * 3 + 3)
 
