@@ -19,6 +19,7 @@ from mezzo.torch.functions import custom_bwd, custom_fwd
 from mezzo.torch.keeping import keep_casts
 from mezzo.torch.lost_updates import LostUpdates, count_lost_updates
 from mezzo.torch.master_params import master_params
+from mezzo.torch.master_steps import refresh_model
 from mezzo.torch.memory_report import MemoryReport, memory_report
 from mezzo.torch.merging import step_merged
 from mezzo.torch.nonfinite import NonFinite, Overflow
@@ -46,6 +47,7 @@ __all__ = [
     "prepare",
     "unprepare",
     "master_params",
+    "refresh_model",
     "float32_state_dict",
     "memory_report",
     "MemoryReport",

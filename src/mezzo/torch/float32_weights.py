@@ -45,7 +45,7 @@ def _float32(value: Tensor) -> Tensor:
     master = master_of(value)
     if master is None:
         return value.detach().float() if value.dtype in (torch.bfloat16, torch.float16) else value.detach()
-    take_over_writes(master)
+    take_over_writes(master, look=True)
     if master.owner.settings.keeps_masters:
         return master.values().clone()
     low = master.model_param.detach().float()

@@ -57,7 +57,7 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             continue
         settings = one.owner.settings
         with torch.no_grad():
-            take_over_writes(one)
+            take_over_writes(one, look=True)
         saved["rounds"] = one.owner.rounds
         if settings.keeps_masters:
             saved["masters"][number] = one.values()
@@ -194,7 +194,11 @@ def take_wide_values(
         master = None if parameter is None else master_of(parameter)
         if master is None or not isinstance(value, Tensor) or value.shape != master.model_param.shape:
             continue
-        if value.is_floating_point() and value.dtype is not master.model_param.dtype:
+        if value.dtype is master.model_param.dtype and master.compensation is not None:
+            # What the model has already keeps its compensation.
+            take_over_writes(master)
+            master.loaded = master.model_param.detach().clone()
+        elif value.is_floating_point() and value.dtype is not master.model_param.dtype:
             take_over_writes(master)
             set_values(master, value)
             master.seen = state_of(master.model_param)

@@ -42,6 +42,8 @@ def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 def let_go(master: Master) -> None:
     """After a gradient was set to None: let the next one have the dtype it is computed in, where it may."""
+    if master.owner.steps:
+        master.owner.forget_failed()
     if master.owner.settings.grad_dtype is None and not master.adds and type(master.model_param) is nn.Parameter:
         master.model_param.grad_dtype = master.model_param.dtype
 

@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mezzo.torch.closures import closure_in
 from mezzo.torch.eager import pause_compiling, resume_compiling, runs_eagerly, runs_itself_eagerly
 from mezzo.torch.master_copies import at_attaching, attach, owner_of
 from mezzo.torch.master_params import Master, MasterParameter, masters_in
@@ -34,6 +33,7 @@ from mezzo.torch.master_steps import (
     versions_of,
     write_back,
     write_back_changed,
+    write_back_moved,
 )
 
 __all__ = ["watch_steps"]
@@ -89,14 +89,18 @@ def _begin_step(
     _arrange(optimizer)
     close_gradients(optimizer)
     fill_values(optimizer, owner)
-    closure = closure_in(optimizer, args[1:], kwargs)
-    owner.steps[id(optimizer)] = Begun(frame, closure is not None, versions_of(optimizer))
-    if closure is None:
+    given = [each for each in (*args[1:], *kwargs.values()) if _is_closure(each)]
+    owner.steps[id(optimizer)] = Begun(frame, bool(given), versions_of(optimizer))
+    if not given:
         return None
-    instead = _Closure(closure, optimizer, frame)
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": instead}
-    return (args[0], instead, *args[2:]), kwargs
+    instead = {id(each): _Closure(each, optimizer, frame) for each in given}
+    changed = tuple(instead.get(id(each), each) for each in args)
+    return changed, {name: instead.get(id(each), each) for name, each in kwargs.items()}
+
+
+def _is_closure(given: object) -> bool:
+    """Say whether an argument of a step may be a function that evaluates the model, whatever it is called."""
+    return callable(given) and not isinstance(given, torch.Tensor | torch.nn.Module | type)
 
 
 def _arrange(optimizer: torch.optim.Optimizer) -> None:
@@ -122,13 +126,10 @@ class _Closure:
         self._closure, self._optimizer, self._frame = closure, optimizer, frame
         self._versions = versions_of(optimizer)
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         close_gradients(self._optimizer)
-        versions = versions_of(self._optimizer)
-        if versions != self._versions:
-            self._versions = versions
-            write_back(masters_in(self._optimizer), None)
-        result = self._closure()
+        self._versions = write_back_moved(self._optimizer, self._versions)
+        result = self._closure(*args, **kwargs)
         show_gradients(self._optimizer, self._frame)
         return result
 
@@ -138,8 +139,9 @@ def _last_before(optimizer: torch.optim.Optimizer, _args: object, _kwargs: objec
     """Show the step its gradients, after all hooks that may have changed them."""
     frame = sys._getframe(1)
     begun = _begun_here(optimizer, frame)
-    if begun is not None and not begun.has_closure:
-        show_gradients(optimizer, frame)
+    if begun is not None:
+        # What a closure is to evaluate is not stepped with before.
+        show_gradients(optimizer, frame, step=not begun.has_closure)
 
 
 @runs_eagerly

@@ -24,6 +24,7 @@ from mezzo.torch.master_settings import Owner
 from mezzo.torch.rounding import may_come_from
 
 __all__ = [
+    "Made",
     "Master",
     "MasterParameter",
     "make_master",
@@ -48,6 +49,7 @@ class Master:
         owner: What it shares with the others.
         compensation: What ``model_param`` lacks, in its dtype, where the two stand for the master between steps.
         seen: The state of ``model_param`` when it was last written from here.
+        written: The master's own count of writes then.
         loaded: A copy of ``model_param`` as a checkpoint of the optimizer had it, until the next step.
         adds: Whether gradients are added to others out of sight of autograd, as DDP does, and so always float32.
         unlink: Takes the hook away that looks at gradients, if there is one.
@@ -65,6 +67,7 @@ class Master:
     owner: Owner
     compensation: Tensor | None
     seen: tuple[int, int] | None
+    written: int
     loaded: Tensor | None
     adds: bool
     unlink: Callable[[], object] | None
@@ -80,6 +83,7 @@ class Master:
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         set_gradient(self.model_param, gradient)
+        self.owner.assign(self, gradient)
         if gradient is None:
             let_go(self)
 
@@ -97,9 +101,15 @@ class Master:
         self.model_param.requires_grad_(requires_grad)
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        # What a user has written on the model's parameter, such as a mark for the optimizer.
+        if name.startswith("__") or "model_param" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.model_param, name)
+
     def values(self) -> Tensor:
         """Give the tensor of the values, without the parameter."""
-        values: Tensor = self.data  # type: ignore[attr-defined]
+        values: Tensor = self.data
         return values
 
     def put(self, values: Tensor) -> None:
@@ -136,7 +146,7 @@ class Master:
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        take_over_writes(self)
+        take_over_writes(self, look=True)
         data = self.values()
         # One that has no values between steps is one number, expanded.
         data = data.clone() if self.owner.settings.keeps_masters else data[...]
@@ -150,9 +160,15 @@ class Master:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        take_over_writes(self)
+        take_over_writes(self, look=True)
         data = self.values() if self.owner.settings.keeps_masters else None
         return _rebuild, (data, self.model_param, self.owner, self.compensation)
+
+
+class Made:
+    """How many masters were made in this process: whoever keeps a list of them looks again when it has changed."""
+
+    count = 0
 
 
 class MasterParameter(Master, nn.Parameter):  # type: ignore[misc]
@@ -180,8 +196,9 @@ def make_master(data: Tensor, model_param: Tensor, owner: Owner, compensation: T
         made.__class__ = _distributed_class(type(made))  # type: ignore[arg-type]
     made.model_param, made.owner, made.compensation = model_param, owner, compensation
     made.seen = made.loaded = made.unlink = None
-    made.adds = False
+    made.adds, made.written = False, made._version
     links[id(model_param)] = made
+    Made.count += 1
     link_gradients(made)
     # Copies and pickles of masters come here too, in processes where nothing was prepared.
     from mezzo.torch.master_hooks import watch_steps  # noqa: PLC0415 - it needs this module
@@ -228,10 +245,14 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def take_over_writes(master: Master) -> None:
+def take_over_writes(master: Master, *, look: bool = False) -> None:
     """Let the master have what was written to the model's parameter since the last step: whoever writes there means it.
 
     A value that the master rounds to is left: loading the parameter's own values does not cost the master its precision.
+
+    Args:
+        master: The master.
+        look: Whether to compare values in any case: some writes, as to ``parameter.data``, leave no trace.
     """
     parameter, settings = master.model_param, master.owner.settings
     if master.values().device != parameter.device:
@@ -239,7 +260,7 @@ def take_over_writes(master: Master) -> None:
         if master.compensation is not None:
             master.compensation = master.compensation.to(parameter.device)
     now, before, loaded = state_of(parameter), master.seen, master.loaded
-    if now == before:
+    if now == before and not (look and settings.keeps_masters):
         return
     master.seen, master.loaded = now, None
     low = local(parameter.detach())

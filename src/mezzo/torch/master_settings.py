@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,12 +62,14 @@ class Begun:
         has_closure: Whether the optimizer evaluates the model itself.
         versions: The version counters of the masters when they and the model were last brought together.
         paused: For `mezzo.torch.eager.resume_compiling`.
+        thread: In which it runs.
     """
 
     frame: FrameType
     has_closure: bool
     versions: list[int]
     paused: Any = None
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Owner:
@@ -81,7 +84,7 @@ class Owner:
     def __init__(self, settings: Settings, rounds: int = 0) -> None:
         self.settings = settings
         self.rounds = rounds
-        self._step: tuple[FrameType, dict[int, Tensor | None]] | None = None
+        self._step: tuple[FrameType, dict[int, Tensor | None], int] | None = None
         self.steps: dict[int, Begun] = {}
 
     def begun(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> Begun | None:
@@ -89,9 +92,13 @@ class Owner:
         begun = self.steps.get(id(optimizer))
         return begun if begun is not None and begun.frame is not frame and is_on_stack(begun.frame) else None
 
+    def is_in_step_of_another(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether another optimizer's step is going on around: its masters have values that are not to be touched."""
+        return any(key != id(optimizer) and is_on_stack(begun.frame) for key, begun in self.steps.items())
+
     def open_step(self, frame: FrameType, gradients: dict[int, Tensor | None]) -> None:
         """Show these gradients, by the masters' identities, to whoever reads them below ``frame``."""
-        self._step = (frame, gradients)
+        self._step = (frame, gradients, threading.get_ident())
 
     def close_step(self) -> None:
         """Show the gradients of the model's parameters again."""
@@ -107,12 +114,24 @@ class Owner:
         """Give a 1-tuple of the gradient to show in the step that is going on; None outside, and where there is no other."""
         if self._step is None:
             return None
-        step_frame, gradients = self._step
+        step_frame, gradients, thread = self._step
         if not is_on_stack(step_frame):
-            # The step has ended in an exception: no hook is called then.
-            self._step = None
+            if thread == threading.get_ident():
+                # The step has ended in an exception: no hook is called then.
+                self._step = None
             return None
         return (gradients[id(master)],) if id(master) in gradients else None
+
+    def assign(self, master: Master, gradient: Tensor | None) -> None:
+        """Have a step that is going on go on with a gradient that it has assigned."""
+        if self.shown(master) is not None and self._step is not None:
+            self._step[1][id(master)] = gradient
+
+    def forget_failed(self) -> None:
+        """Let go of steps that ended in an exception, and of what their frames hold."""
+        for key in [key for key, begun in self.steps.items() if not is_on_stack(begun.frame)]:
+            if self.steps[key].thread == threading.get_ident():
+                del self.steps[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings, "rounds": self.rounds}

@@ -12,10 +12,11 @@ from torch import nn
 
 from mezzo.torch.master_checkpoints import refuse_assign, take_wide_values
 from mezzo.torch.master_ddp import look_for_ddp, watch_ddp
+from mezzo.torch.master_forward import see_masters
 from mezzo.torch.master_params import master_of
 from mezzo.torch.master_settings import Settings
 
-__all__ = ["Preparation", "mark", "preparation_of", "unmark", "warn_of_rounded", "watch_for_ddp"]
+__all__ = ["Preparation", "mark", "preparation_of", "unmark", "warn_of_rounded", "watch_forward"]
 
 
 @dataclass
@@ -100,16 +101,17 @@ def mark(model: nn.Module, record: Preparation, modules: list[nn.Module]) -> Non
         module.register_load_state_dict_pre_hook(take_wide_values)
 
 
-def watch_for_ddp(model: nn.Module) -> None:
-    """Put the hook on a model that is trained; on others it would keep PyTorch from its fused layers."""
-    if look_for_ddp not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(look_for_ddp)
+def watch_forward(model: nn.Module) -> None:
+    """Put the hooks on a model that is trained; on others they would keep PyTorch from its fused layers."""
+    for hook in (look_for_ddp, see_masters):
+        if hook not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(hook)
     watch_ddp()
 
 
 def unmark(model: nn.Module) -> None:
     """Take away what `mark` put there."""
-    _remove(model._forward_pre_hooks, lambda hook: hook is look_for_ddp)
+    _remove(model._forward_pre_hooks, lambda hook: hook is look_for_ddp or hook is see_masters)
     for module in model.modules():
         _remove(module._load_state_dict_pre_hooks, _is_ours)
 

@@ -19,7 +19,7 @@ from mezzo.torch.master_gradients import replace_values, set_gradient
 from mezzo.torch.master_params import master_of
 from mezzo.torch.master_places import cast_state, give_places
 from mezzo.torch.master_settings import Owner, Settings
-from mezzo.torch.preparation import Preparation, mark, preparation_of, watch_for_ddp
+from mezzo.torch.preparation import Preparation, mark, preparation_of, watch_forward
 from mezzo.torch.prepare_checks import (
     check_arithmetic,
     check_model,
@@ -137,7 +137,9 @@ def prepare(
         choices = choose(inner, dtype, policy, low, keep)
         places = choose_buffers(inner, low, keep) if buffers else []
         check_arithmetic([one.parameter for one in choices if one.low], optimizers, settings)
-        _store(inner, choices, places, optimizers, settings)
+        # Tensors made in inference mode cannot be trained.
+        with torch.inference_mode(False):
+            _store(inner, choices, places, optimizers, settings)
     else:
         stored = [one for name, one in inner.named_parameters() if name in record.stored]
         check_arithmetic(stored, optimizers, settings)
@@ -203,7 +205,7 @@ def _give_masters(
         return
     owner = Owner(settings)
     if optimizers:
-        watch_for_ddp(model)
+        watch_forward(model)
     for optimizer in optimizers:
         give_places(optimizer, owner, stored)
         attach(optimizer, owner)

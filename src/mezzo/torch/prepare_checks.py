@@ -165,6 +165,12 @@ def check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
     """Check that these are optimizers of this model, without masters."""
     mine = {id(one) for one in model.parameters()}
     for optimizer in optimizers:
+        if not {"_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks"} <= vars(optimizer).keys():
+            msg = (
+                f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so it has no hooks. If it wraps "
+                "an optimizer, prepare that one before it is wrapped."
+            )
+            raise PreparationError(msg)
         if masters_in(optimizer) or owner_of(optimizer) is not None:
             msg = (
                 f"This {type(optimizer).__name__} is prepared already. If it has the parameters of several models, prepare "

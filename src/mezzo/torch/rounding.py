@@ -22,7 +22,7 @@ from torch import Tensor
 from mezzo.errors import DtypeError
 from mezzo.torch.agreement import local
 
-__all__ = ["may_come_from", "round_nearest_", "round_stochastic_", "split_", "widen_"]
+__all__ = ["generator_for", "may_come_from", "round_nearest_", "round_stochastic_", "split_", "widen_"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -53,9 +53,44 @@ def round_nearest_(low: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
         torch._foreach_copy_([local(one) for one in low], [local(one) for one in wide])
 
 
+def generator_for(device: torch.device, seed: int, count: int) -> torch.Generator:
+    """Make the generator of one rounding: what `round_stochastic_` draws its numbers from.
+
+    Each element takes one number, tensor after tensor and in each in the order of its memory. So a list can be rounded in
+    pieces, one after the other with the same generator, to the same bits as in one call.
+
+    Args:
+        device: Of the tensors.
+        seed: Any integer.
+        count: Which rounding this is.
+
+    Returns:
+        A generator at its start; each call gives another one.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.torch.rounding import generator_for, round_stochastic_
+        >>> low, wide = torch.zeros(2, 100, dtype=torch.bfloat16), torch.full((100,), 1.001)
+        >>> generator = generator_for(low.device, 0, 3)
+        >>> for piece in (slice(70), slice(70, 100)):
+        ...     round_stochastic_([low[0, piece]], [wide[piece]], seed=generator)
+        >>> round_stochastic_([low[1]], [wide], seed=0, count=3)
+        >>> torch.equal(low[0], low[1])
+        True
+    """
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    # The CPU's generator takes the low 32 bits alone. Added to them, no two of 2**32 counts in a row share a stream.
+    return torch.Generator(device).manual_seed((int.from_bytes(digest, "little") + count) % 2**64)
+
+
 @torch.no_grad()
 def round_stochastic_(
-    low: Sequence[Tensor], wide: Sequence[Tensor], *, seed: int, count: int, skip: Tensor | None = None
+    low: Sequence[Tensor],
+    wide: Sequence[Tensor],
+    *,
+    seed: int | torch.Generator,
+    count: int = 0,
+    skip: Tensor | None = None,
 ) -> None:
     """Round each value to one of its two neighbours in the low dtype, so that the expected value is the value itself.
 
@@ -67,7 +102,8 @@ def round_stochastic_(
     Args:
         low: Tensors to write to, bfloat16 or float16, of any shape and layout.
         wide: As many float32 tensors of the same shapes.
-        seed: Any integer. The global random number generators are neither asked nor changed.
+        seed: Any integer. The global random number generators are neither asked nor changed. Or a generator on the
+            tensors' one device, which goes on from where it is; see `generator_for`.
         count: Which call this is. The same seed and count give the same bits on the same kind of device; another count
             gives other numbers, and so do the positions in the list. Ranks with the same seed draw the same numbers, as
             replicas have to.
@@ -91,7 +127,8 @@ def round_stochastic_(
         here, value = local(target), local(source)
         _check(here)
         if here.device not in generators:
-            generators[here.device] = _generator(here.device, seed, count)
+            made = seed if isinstance(seed, torch.Generator) else generator_for(here.device, seed, count)
+            generators[here.device] = made
         for to, block in _blocks(here, value):
             _write_(to, _by_chance(block, to.dtype, generators[here.device]), skip)
 
@@ -127,7 +164,7 @@ def split_(
     compensation: Sequence[Tensor],
     wide: Sequence[Tensor],
     *,
-    seed: int | None = None,
+    seed: int | torch.Generator | None = None,
     count: int = 0,
     skip: Tensor | None = None,
 ) -> None:
@@ -142,7 +179,7 @@ def split_(
         compensation: As many tensors of the same shapes and dtypes, to write the remainders to. Where ``low`` is infinite
             or NaN the remainder is 0.
         wide: As many float32 tensors of the same shapes.
-        seed: None rounds to nearest, an integer stochastically, as in `round_stochastic_`.
+        seed: None rounds to nearest, an integer or a generator stochastically, as in `round_stochastic_`.
         count: As in `round_stochastic_`.
         skip: 0-dim flag; where it is above 0, ``low`` and ``compensation`` stay bit for bit as they were.
 
@@ -220,13 +257,6 @@ def _check(low: Tensor) -> None:
     if low.dtype not in _LOW:
         msg = f"Stochastic rounding is to torch.bfloat16 or torch.float16, got a tensor of {low.dtype}; leave it out."
         raise DtypeError(msg)
-
-
-def _generator(device: torch.device, seed: int, count: int) -> torch.Generator:
-    """Make a generator for one call."""
-    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
-    # The CPU's generator takes the low 32 bits alone. Added to them, no two of 2**32 counts in a row share a stream.
-    return torch.Generator(device).manual_seed((int.from_bytes(digest, "little") + count) % 2**64)
 
 
 def _neighbours(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

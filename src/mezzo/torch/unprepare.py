@@ -43,10 +43,11 @@ def unprepare(model: nn.Module, optimizer: torch.optim.Optimizer | list[torch.op
     record = check_undo(inner, optimizers)
     warn_of_rounded(inner, "unprepare")
     named = list(inner.named_parameters())
-    low = {id(one): one.dtype for name, one in named if name in record.stored}
+    # By dtype, since a module may have been wrapped or renamed since; none was low before.
+    low = {id(one): one.dtype for _, one in named if one.dtype is record.settings.dtype}
     with torch.no_grad():
         for name, parameter in named:
-            if name in record.stored:
+            if id(parameter) in low:
                 _widen(parameter, record.dtypes.get(name, torch.float32))
         for name in record.buffers:
             path, _, last = name.rpartition(".")
@@ -84,7 +85,7 @@ def _widen(parameter: Any, dtype: torch.dtype) -> None:
     low = parameter.detach()
     wide = low.to(dtype)
     if master is not None:
-        take_over_writes(master)
+        take_over_writes(master, look=True)
         if master.owner.settings.keeps_masters:
             wide = master.values().to(dtype)
         elif master.compensation is not None:

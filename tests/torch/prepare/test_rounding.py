@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mezzo.errors import DtypeError
-from mezzo.torch.rounding import _generator, may_come_from, round_nearest_, round_stochastic_, split_, widen_
+from mezzo.torch.rounding import generator_for, may_come_from, round_nearest_, round_stochastic_, split_, widen_
 
 from .rounding_values import FINITE, LOW, all_low, bits, low_dtypes, neighbours, stochastic, values
 
@@ -50,7 +50,7 @@ def test_values_of_the_low_dtype_stay_themselves(dtype: torch.dtype) -> None:
 @LOW
 def test_a_value_of_the_low_dtype_stays_whatever_is_drawn(dtype: torch.dtype) -> None:
     count = 173  # this call draws a 0, which is below any probability but 0
-    draws = torch.empty(2**14).random_(0, 2**24, generator=_generator(torch.device("cpu"), 0, count))
+    draws = torch.empty(2**14).random_(0, 2**24, generator=generator_for(torch.device("cpu"), 0, count))
     assert (draws == 0).any()
     assert (stochastic(torch.ones(2**14), dtype, seed=0, count=count) == 1).all()
 
@@ -163,6 +163,22 @@ def test_tensors_of_one_call_get_different_numbers() -> None:
     assert are_independent(low[1], low[2])
     assert are_independent(low[0], low[2])
     assert are_independent(low[0][:-1], low[0][1:])
+
+
+@LOW
+def test_a_list_rounded_in_pieces_by_one_generator_gets_the_bits_of_one_call(dtype: torch.dtype) -> None:
+    wide = [torch.randn(2**17 + 11), torch.randn(5), torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)]
+    whole = [torch.zeros_like(one, dtype=dtype) for one in wide]
+    round_stochastic_(whole, wide, seed=2, count=7)
+    flat = torch.cat([wide[0], wide[1], wide[2].permute(0, 2, 3, 1).reshape(-1)])
+    low, lacking, again = torch.zeros(3, len(flat), dtype=dtype)
+    generators = [generator_for(torch.device("cpu"), 2, 7) for _ in range(2)]
+    for piece in [slice(0, 1000), slice(1000, 2**17 + 13), slice(2**17 + 13, len(flat))]:
+        round_stochastic_([low[piece]], [flat[piece]], seed=generators[0])
+        split_([again[piece]], [lacking[piece]], [flat[piece]], seed=generators[1])
+    expected = torch.cat([whole[0], whole[1], whole[2].permute(0, 2, 3, 1).reshape(-1)])
+    assert torch.equal(low, expected)
+    assert torch.equal(again, expected)
 
 
 def test_no_two_blocks_of_a_tensor_get_the_same_numbers() -> None:
