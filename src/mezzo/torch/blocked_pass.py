@@ -173,6 +173,10 @@ def _buffer(tensors: Iterable[Tensor], block: int) -> Tensor:
 
 def _lifted(pieces: Sequence[tuple[Tensor, Tensor | None]], buffer: Tensor) -> list[Tensor]:
     """Give tensors in float32, those that are not with what they lack added, in the buffer."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        # A part of a large parameter, as most are: each call less is felt.
+        one = pieces[0][0]
+        return [one] if one.dtype is torch.float32 else [buffer[: one.numel()].copy_(one)]
     narrow = [(one, rest) for one, rest in pieces if one.dtype is not torch.float32]
     sizes = [one.numel() for one, _ in narrow]
     room = list(buffer[: sum(sizes)].split(sizes)) if sizes else []
@@ -183,6 +187,9 @@ def _lifted(pieces: Sequence[tuple[Tensor, Tensor | None]], buffer: Tensor) -> l
 
 
 def _round(pieces: list[_Piece], wide: list[Tensor], generator: torch.Generator | None) -> None:
+    if len(pieces) == 1 and generator is None and pieces[0].compensation is None:
+        pieces[0].low.copy_(wide[0])
+        return
     low = [piece.low for piece in pieces]
     compensation = [piece.compensation for piece in pieces if piece.compensation is not None]
     if compensation:

@@ -16,38 +16,10 @@ import mezzo.torch
 from mezzo.errors import MezzoError, PreparationError
 from mezzo.torch import prepare, unprepare
 
+from .refusals import check_refused, trained
 from .runs import LOW, SETTINGS, differing, net, run, same, snapshot, train
 
 Optimizer = torch.optim.Optimizer
-
-
-def _refused(
-    call: Callable[[], Any],
-    match: str,
-    model: nn.Module,
-    *optimizers: Optimizer,
-    kind: type[Exception] = PreparationError,
-) -> None:
-    """Check that a call raises an error of this text, and changes nothing about a model and its optimizers."""
-    before = snapshot(model, *optimizers)
-    with pytest.raises(kind, match=match) as caught:
-        call()
-    if kind is PreparationError:
-        assert type(caught.value) is PreparationError
-    assert differing(snapshot(model, *optimizers), before) == []
-
-
-def _trained() -> tuple[nn.Sequential, Optimizer]:
-    """Give a model and an optimizer with gradients, state and hooks of the user's own."""
-    model = net()
-    model.register_buffer("scale", torch.ones(3))
-    model[0].register_forward_pre_hook(lambda _module, _args: None)
-    optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters(), "lr": 0.1}, {"params": [*model[1].parameters(), *model[3].parameters()]}]
-    )
-    optimizer.register_step_post_hook(lambda *_: None)
-    train(model, optimizer, 2)
-    return model, optimizer
 
 
 def test_the_snapshot_sees_every_kind_of_change() -> None:
@@ -69,7 +41,7 @@ def test_the_snapshot_sees_every_kind_of_change() -> None:
         lambda model, optimizer: optimizer.state.pop(model[0].bias),
     ]
     for change in changes:
-        model, optimizer = _trained()
+        model, optimizer = trained()
         before = snapshot(model, optimizer)
         assert differing(snapshot(model, optimizer), before) == []
         change(model, optimizer)
@@ -140,32 +112,32 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_cannot_be_are_refused(name: str) -> None:
+def test_options_that_cannot_be_arecheck_refused(name: str) -> None:
     options, match = OPTIONS[name]
-    model, optimizer = _trained()
-    _refused(lambda: prepare(model, optimizer, **options), match, model, optimizer)
+    model, optimizer = trained()
+    check_refused(lambda: prepare(model, optimizer, **options), match, model, optimizer)
     prepare(model, optimizer)
     train(model, optimizer, 1)
 
 
 def test_an_option_of_another_name_is_refused_by_python() -> None:
-    model, optimizer = _trained()
-    _refused(lambda: prepare(model, optimizer, master=True), "master", model, optimizer, kind=TypeError)
-    _refused(lambda: prepare(model, optimizer, LOW), "positional", model, optimizer, kind=TypeError)  # type: ignore[misc]
+    model, optimizer = trained()
+    check_refused(lambda: prepare(model, optimizer, master=True), "master", model, optimizer, kind=TypeError)
+    check_refused(lambda: prepare(model, optimizer, LOW), "positional", model, optimizer, kind=TypeError)  # type: ignore[misc]
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    model, optimizer = _trained()
-    _refused(lambda: prepare(model, optimizer, policy="bf17"), "bf17", model, optimizer, kind=MezzoError)
+def test_an_unknown_policy_ischeck_refused() -> None:
+    model, optimizer = trained()
+    check_refused(lambda: prepare(model, optimizer, policy="bf17"), "bf17", model, optimizer, kind=MezzoError)
 
 
 def test_a_predicate_that_raises_is_heard() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
 
     def predicate(name: str, module: nn.Module, parameter: Tensor) -> bool:
         raise KeyError(name)
 
-    _refused(lambda: prepare(model, optimizer, low=predicate), "0.weight", model, optimizer, kind=KeyError)
+    check_refused(lambda: prepare(model, optimizer, low=predicate), "0.weight", model, optimizer, kind=KeyError)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam])
@@ -173,7 +145,7 @@ def test_an_eps_that_is_0_in_float16_is_refused_without_masters(make: Any) -> No
     model = net()
     optimizer = make(model.parameters())
     options: dict[str, Any] = {"dtype": torch.float16, "masters": False}
-    _refused(lambda: prepare(model, optimizer, **options), f"{make.__name__}'s eps=1e-08", model, optimizer)
+    check_refused(lambda: prepare(model, optimizer, **options), f"{make.__name__}'s eps=1e-08", model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +183,14 @@ def test_an_eps_of_a_group_without_low_parameters_does_not_matter() -> None:
 def test_an_eps_is_looked_at_in_a_second_call_too() -> None:
     model = prepare(net(), dtype=torch.float16)
     optimizer = torch.optim.AdamW(model.parameters())
-    _refused(lambda: prepare(model, optimizer, dtype=torch.float16, masters=False), "eps=1e-08", model, optimizer)
+    check_refused(lambda: prepare(model, optimizer, dtype=torch.float16, masters=False), "eps=1e-08", model, optimizer)
 
 
 # Models
 
 
 @pytest.mark.parametrize("what", ["text", None, 3, torch.ones(2), [net()], net])
-def test_what_is_no_module_is_refused(what: Any) -> None:
+def test_what_is_no_module_ischeck_refused(what: Any) -> None:
     with pytest.raises(TypeError, match=f"prepare takes a torch.nn.Module, got {type(what).__name__}"):
         prepare(what)
     with pytest.raises(TypeError, match=f"unprepare takes a torch.nn.Module, got {type(what).__name__}"):
@@ -226,23 +198,23 @@ def test_what_is_no_module_is_refused(what: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
-def test_a_model_in_low_precision_is_refused(dtype: torch.dtype) -> None:
+def test_a_model_in_low_precision_ischeck_refused(dtype: torch.dtype) -> None:
     model = net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     match = r"in low precision already: 6 of its parameters, such as '0.weight'.*Load the float32 weights first"
-    _refused(lambda: prepare(model, optimizer), match, model, optimizer)
-    _refused(lambda: prepare(model), match, model)
+    check_refused(lambda: prepare(model, optimizer), match, model, optimizer)
+    check_refused(lambda: prepare(model), match, model)
 
 
-def test_a_model_that_is_partly_in_low_precision_is_refused() -> None:
-    model, optimizer = _trained()
+def test_a_model_that_is_partly_in_low_precision_ischeck_refused() -> None:
+    model, optimizer = trained()
     model[3].bias.grad = None
     model[3].bias.data = model[3].bias.data.half()
     match = r"in low precision already: its parameter '3.bias' would have a master of rounded values"
-    _refused(lambda: prepare(model, optimizer), match, model, optimizer)
+    check_refused(lambda: prepare(model, optimizer), match, model, optimizer)
 
 
-def test_a_model_without_shapes_is_refused() -> None:
+def test_a_model_without_shapes_ischeck_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(PreparationError, match=r"'0.weight' of LazyLinear has no shape.*Run one forward"):
         prepare(model)
@@ -252,27 +224,29 @@ def test_a_model_without_shapes_is_refused() -> None:
 def test_a_model_is_not_prepared_twice(setting: str) -> None:
     model, optimizer = run(**SETTINGS[setting])
     train(model, optimizer, 1)
-    _refused(lambda: prepare(model), r"prepared already. mezzo.torch.unprepare\(model\) undoes that", model, optimizer)
+    check_refused(
+        lambda: prepare(model), r"prepared already. mezzo.torch.unprepare\(model\) undoes that", model, optimizer
+    )
     match = "prepared already"
-    _refused(lambda: prepare(model, optimizer), match, model, optimizer)
-    _refused(lambda: prepare(model, optimizer, **SETTINGS[setting]), match, model, optimizer)
+    check_refused(lambda: prepare(model, optimizer), match, model, optimizer)
+    check_refused(lambda: prepare(model, optimizer, **SETTINGS[setting]), match, model, optimizer)
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    _refused(lambda: prepare(model, other), match, model, optimizer, other)
+    check_refused(lambda: prepare(model, other), match, model, optimizer, other)
     train(model, optimizer, 1)
 
 
-def test_a_second_optimizer_that_comes_later_is_refused() -> None:
+def test_a_second_optimizer_that_comes_later_ischeck_refused() -> None:
     model = net()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[3].parameters(), lr=0.1)
     prepare(model, first)
     match = r"an optimizer has its masters. Give all its optimizers in one call, prepare\(model, \[first, second\]\)"
-    _refused(lambda: prepare(model, second), match, model, first, second)
+    check_refused(lambda: prepare(model, second), match, model, first, second)
 
 
 def test_a_model_prepared_for_inference_is_not_prepared_again_alone() -> None:
     model = prepare(net())
-    _refused(lambda: prepare(model), "The model is prepared already", model)
+    check_refused(lambda: prepare(model), "The model is prepared already", model)
 
 
 @pytest.mark.parametrize(
@@ -282,16 +256,16 @@ def test_the_second_call_does_not_choose_parameters(options: dict[str, Any]) -> 
     model = prepare(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     match = r"prepared already, in torch.bfloat16, so which parameters to store low is settled"
-    _refused(lambda: prepare(model, optimizer, **options), match, model, optimizer)
+    check_refused(lambda: prepare(model, optimizer, **options), match, model, optimizer)
     assert prepare(model, optimizer) == (model, optimizer)
 
 
-def test_data_parallel_is_refused() -> None:
-    model, optimizer = _trained()
+def test_data_parallel_ischeck_refused() -> None:
+    model, optimizer = trained()
     wrapped = nn.DataParallel(model)
     match = r"prepare takes the model inside of DataParallel, before it is wrapped.*then DataParallel\(model\)"
-    _refused(lambda: prepare(wrapped, optimizer), match, wrapped, optimizer)
-    _refused(lambda: unprepare(wrapped, optimizer), "unprepare takes the model inside of", wrapped, optimizer)
+    check_refused(lambda: prepare(wrapped, optimizer), match, wrapped, optimizer)
+    check_refused(lambda: unprepare(wrapped, optimizer), "unprepare takes the model inside of", wrapped, optimizer)
 
 
 _DDP = """
@@ -316,7 +290,7 @@ dist.destroy_process_group()
 """
 
 
-def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
+def test_distributed_data_parallel_ischeck_refused(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", _DDP, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root)
@@ -333,30 +307,30 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["text", 3, torch.ones(2), net(), torch.optim.SGD, {}])
-def test_what_is_no_optimizer_is_refused(what: Any) -> None:
+def test_what_is_no_optimizer_ischeck_refused(what: Any) -> None:
     model = net()
     match = f"prepare takes a torch.optim.Optimizer, or a list of them, got {type(what).__name__}"
-    _refused(lambda: prepare(model, what), match, model)
-    _refused(lambda: prepare(model, [what]), match, model)
+    check_refused(lambda: prepare(model, what), match, model)
+    check_refused(lambda: prepare(model, [what]), match, model)
 
 
-def test_a_tuple_of_optimizers_is_refused() -> None:
-    model, optimizer = _trained()
+def test_a_tuple_of_optimizers_ischeck_refused() -> None:
+    model, optimizer = trained()
     pair: Any = (optimizer, optimizer)
-    _refused(lambda: prepare(model, pair), "or a list of them, got tuple", model, optimizer)
+    check_refused(lambda: prepare(model, pair), "or a list of them, got tuple", model, optimizer)
 
 
 def test_a_scheduler_is_no_optimizer() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    _refused(lambda: prepare(model, scheduler), "got StepLR", model, optimizer)
+    check_refused(lambda: prepare(model, scheduler), "got StepLR", model, optimizer)
 
 
-def test_the_optimizer_of_another_model_is_refused() -> None:
-    (model, optimizer), (_, other) = _trained(), _trained()
+def test_the_optimizer_of_another_model_ischeck_refused() -> None:
+    (model, optimizer), (_, other) = trained(), trained()
     match = r"None of the 6 parameters of this AdamW are the model's.*Make the optimizer from model.parameters\(\)"
-    _refused(lambda: prepare(model, other), match, model, optimizer, other)
-    _refused(lambda: prepare(model, [optimizer, other]), match, model, optimizer, other)
+    check_refused(lambda: prepare(model, other), match, model, optimizer, other)
+    check_refused(lambda: prepare(model, [optimizer, other]), match, model, optimizer, other)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -368,12 +342,12 @@ def test_an_optimizer_is_not_prepared_twice(setting: str) -> None:
         prepare(second, optimizer, **SETTINGS[setting])  # there is nothing that the two would share
         return
     match = r"This SGD is prepared already.*prepare\(nn.ModuleList\(\[first, second\]\), optimizer\)"
-    _refused(lambda: prepare(second, optimizer), match, nn.ModuleList([first, second]), optimizer)
+    check_refused(lambda: prepare(second, optimizer), match, nn.ModuleList([first, second]), optimizer)
 
 
-def test_an_optimizer_in_a_list_twice_is_refused() -> None:
-    model, optimizer = _trained()
-    _refused(lambda: prepare(model, [optimizer, optimizer]), "An optimizer is in the list twice", model, optimizer)
+def test_an_optimizer_in_a_list_twice_ischeck_refused() -> None:
+    model, optimizer = trained()
+    check_refused(lambda: prepare(model, [optimizer, optimizer]), "An optimizer is in the list twice", model, optimizer)
 
 
 def test_a_parameter_that_an_optimizer_has_already_is_not_added_again() -> None:
@@ -392,7 +366,7 @@ def test_two_optimizers_of_the_same_parameter_share_its_master() -> None:
 
 
 def test_a_failed_call_leaves_a_run_as_it_would_be_without() -> None:
-    (model, optimizer), (twin, other) = _trained(), _trained()
+    (model, optimizer), (twin, other) = trained(), trained()
     for options, _ in OPTIONS.values():
         with pytest.raises(PreparationError):
             prepare(model, optimizer, **options)
