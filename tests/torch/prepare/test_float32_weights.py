@@ -79,3 +79,17 @@ def test_a_report_of_a_model_in_ddp_is_that_of_the_model() -> None:
     nn.Module.__init__(wrapped)
     wrapped.module = model
     assert memory_report(wrapped, optimizer) == memory_report(model, optimizer)
+
+
+def test_a_parameter_that_is_kept_here_takes_the_master_of_a_checkpoint() -> None:
+    model, optimizer = pair()
+    exact = float32_state_dict(model)
+    torch.manual_seed(0)
+    kept = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    kept, theirs = prepare(kept, torch.optim.SGD(kept.parameters(), lr=0.1), keep="2")
+    nn.init.zeros_(kept[2].weight)
+    kept.load_state_dict(model.state_dict())
+    assert not torch.equal(kept[2].weight, exact["2.weight"])
+    theirs.load_state_dict(optimizer.state_dict())
+    assert kept[2].weight.dtype is torch.float32
+    assert torch.equal(kept[2].weight, exact["2.weight"])
