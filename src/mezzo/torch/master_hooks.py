@@ -92,6 +92,9 @@ def _begin_step(
     given = [each for each in (*args[1:], *kwargs.values()) if _is_closure(each)]
     owner.steps[id(optimizer)] = Begun(frame, bool(given), versions_of(optimizer))
     if not given:
+        for one in masters_in(optimizer):
+            # Until the step has ended the model is behind, and stays so if that fails: its next forward pass sees to it.
+            one.written = -1
         return None
     instead = {id(each): _Closure(each, optimizer, frame) for each in given}
     changed = tuple(instead.get(id(each), each) for each in args)

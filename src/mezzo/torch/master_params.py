@@ -49,7 +49,7 @@ class Master:
         owner: What it shares with the others.
         compensation: What ``model_param`` lacks, in its dtype, where the two stand for the master between steps.
         seen: The state of ``model_param`` when it was last written from here.
-        written: The master's own count of writes then.
+        written: The master's own count of writes then; -1 while a step is going on, and after one that has failed.
         loaded: A copy of ``model_param`` as a checkpoint of the optimizer had it, until the next step.
         adds: Whether gradients are added to others out of sight of autograd, as DDP does, and so always float32.
         unlink: Takes the hook away that looks at gradients, if there is one.
@@ -260,7 +260,9 @@ def take_over_writes(master: Master, *, look: bool = False) -> None:
         if master.compensation is not None:
             master.compensation = master.compensation.to(parameter.device)
     now, before, loaded = state_of(parameter), master.seen, master.loaded
-    if now == before and not (look and settings.keeps_masters):
+    # A master that has been written to, and not shown to the model yet, is ahead of it.
+    ahead = master._version != master.written
+    if now == before and (ahead or not (look and settings.keeps_masters)):
         return
     master.seen, master.loaded = now, None
     low = local(parameter.detach())

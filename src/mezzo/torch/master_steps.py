@@ -188,6 +188,8 @@ def write_back_changed(optimizer: torch.optim.Optimizer, before: list[int]) -> l
         if id(one) not in done and (old != new or _is_exact(one) or one.model_param.grad is not None)
     ]
     write_back(changed, getattr(optimizer, "found_inf", None))
+    for one in masters:
+        one.written = one._version
     return now
 
 

@@ -144,7 +144,8 @@ def prepare(
         stored = [one for name, one in inner.named_parameters() if name in record.stored]
         check_arithmetic(stored, optimizers, settings)
         record.settings, record.with_optimizer = settings, True
-        _give_masters(inner, {id(one): (one, None) for one in stored}, optimizers, settings)
+        with torch.inference_mode(False):
+            _give_masters(inner, {id(one): (one, None) for one in stored}, optimizers, settings)
     return model if optimizer is None else (model, optimizer)
 
 

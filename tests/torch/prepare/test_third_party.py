@@ -301,3 +301,49 @@ def test_kahan_keeps_its_compensation_when_the_model_loads_what_it_has() -> None
     model.load_state_dict(model.state_dict())
     after = float32_state_dict(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic"}], ids=str)
+def test_what_was_written_to_a_master_is_in_what_is_taken_out(options: dict[str, Any]) -> None:
+    model = net()
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    closure_for(model)()
+    optimizer.step()
+    first = masters_in(optimizer)[0]
+    with torch.no_grad():
+        first.fill_(0.3)  # between two bfloat16 numbers
+    assert torch.equal(float32_state_dict(model)["0.weight"], torch.full((16, 8), 0.3))
+    assert torch.equal(optimizer.state_dict()["mezzo"]["masters"][0], torch.full((16, 8), 0.3))
+
+
+class FailsOnce(torch.optim.SGD):
+    """Raises after its first step was made, before anybody hears of it."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if not self.failed:
+            self.failed = True
+            msg = "too late"
+            raise ValueError(msg)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_after_a_step_that_raised_the_model_is_evaluated_with_the_masters_as_it_left_them(fused: bool) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses.append(closure_for(model)().item())
+            try:
+                optimizer.step()
+            except ValueError:
+                optimizer.zero_grad()
+                if masters_in(optimizer):
+                    saved = optimizer.state_dict()["mezzo"]["masters"][0].clone()
+                    assert torch.equal(saved, masters_in(optimizer)[0].values())
+                    assert not torch.equal(saved, saved.bfloat16().float())
+        return losses
+
+    got, expected = both(run, lambda parameters: FailsOnce(parameters, lr=0.1, fused=fused))
+    assert got == expected
