@@ -7,6 +7,7 @@ tests, in the process of pytest.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -61,7 +62,8 @@ def _checks(modules: Sequence[str]) -> list[Callable[[int], Any]]:
 
 
 def _start(modules: Sequence[str], folder: Path, rank: int, world: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     # PyTorch's own modules warn at each other's import; what the checks warn of is an error, see `_call`.
     command = [sys.executable, "-m", __name__, str(folder), str(rank), str(world), *modules]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -70,11 +72,13 @@ def _start(modules: Sequence[str], folder: Path, rank: int, world: int) -> subpr
 def _wait(processes: list[subprocess.Popen[str]], seconds: float) -> str:
     end = time.monotonic() + seconds
     try:
-        return "\n".join(process.communicate(timeout=max(0.1, end - time.monotonic()))[0] for process in processes)
+        said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[0] for process in processes]
     except subprocess.TimeoutExpired:
         for process in processes:
             process.kill()
-        return "\n".join(process.communicate()[0] for process in processes)
+        said = [process.communicate()[0] for process in processes]
+    # A process that a signal ended has no traceback: its code is all that tells.
+    return "\n".join(f"--- process {rank} ended with {p.returncode}\n{said[rank]}" for rank, p in enumerate(processes))
 
 
 def _outcome(path: Path) -> tuple[Any, str | None]:
@@ -96,7 +100,15 @@ def _call(check: Callable[[int], Any], folder: Path, rank: int, world: int) -> N
         text = f"--- rank {rank}\n{traceback.format_exc()}"
     torch.save((result, text), folder / f"{check.__name__}.{rank}.part")
     (folder / f"{check.__name__}.{rank}.part").rename(folder / f"{check.__name__}.{rank}")
+    _wait_for_others(store, rank, world)
     dist.destroy_process_group()
+
+
+def _wait_for_others(store: dist.Store, rank: int, world: int) -> None:
+    """Close no connection while another rank still makes its own: it would fail with "Connection closed by peer"."""
+    store.set(f"ended.{rank}", "")
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([f"ended.{other}" for other in range(world)], PATIENCE)
 
 
 def main(folder: str, rank: str, world: str, *modules: str) -> None:
