@@ -10,6 +10,9 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "AmpError",
+    "AmpOptionError",
+    "AmpTypeError",
     "BannedOpError",
     "DeviceError",
     "DtypeError",
@@ -92,6 +95,21 @@ class NonFiniteNormError(MezzoError, RuntimeError):
 
 class PreparationError(MezzoError, RuntimeError, ValueError):
     """A model or optimizer cannot be prepared for low-precision parameters, or cannot be worked with once it is."""
+
+
+class AmpError(MezzoError, RuntimeError):
+    """`mezzo.apex.amp` was called in a way, or in an order, that it cannot work with."""
+
+
+class AmpOptionError(AmpError, ValueError, AssertionError):
+    """An option of ``amp.initialize`` has a value that is not allowed, or that does not go with the level.
+
+    It is a ``ValueError`` and an ``AssertionError`` too, because Apex raised one or the other.
+    """
+
+
+class AmpTypeError(AmpError, TypeError):
+    """``amp.initialize`` got something that is neither a model, an optimizer, nor a list of them."""
 
 
 def near(name: str, known: Iterable[str], *, count: int = 3) -> str:

@@ -107,7 +107,7 @@ def _call(check: Callable[[int], Any], folder: Path, rank: int, world: int) -> N
 def _wait_for_others(store: dist.Store, rank: int, world: int) -> None:
     """Close no connection while another rank still makes its own: it would fail with "Connection closed by peer"."""
     store.set(f"ended.{rank}", "")
-    with contextlib.suppress(dist.DistStoreError):
+    with contextlib.suppress(RuntimeError):  # one did not come
         store.wait([f"ended.{other}" for other in range(world)], PATIENCE)
 
 
