@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside", "prepare"]
+Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside", "prepare", "apex"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
@@ -22,6 +22,7 @@ SCALER_BOUND = 1.05
 BESIDE_BOUND = 1.02
 # At least 1.4 times faster.
 KEPT_BOUND = 1 / 1.4
+APEX_BOUND = 1.03
 # How many times as fast as its rival a prepared model is, by work, size and rival.
 PREPARE_SPEEDS: dict[str, float | None] = {
     "infer-1x1-autocast": 1.7,
@@ -64,6 +65,11 @@ class Case:
     registers_first: bool = False
     together: bool = False
 
+    @property
+    def rival_loads_mezzo(self) -> bool:
+        """Whether the side under "torch" and its control are mezzo too."""
+        return self.workload == "apex"
+
 
 _MODELS = {
     "blocks": "12 x (LayerNorm, Linear 64, GELU, Linear), batch 8",
@@ -99,6 +105,36 @@ _RIVALS = {
     "autocast": "against torch.autocast over float32 weights",
     "compiled": "the same with compiled=True",
     "bfloat16": "against the model cast whole to bfloat16",
+}
+
+_NETS = {
+    "tiny": "Linear, BatchNorm1d, ReLU, Linear; 64 wide, batch 16",
+    "mlp": "6 x Linear 512, batch 64",
+    "many": "150 x Linear 16, batch 8",
+}
+_OPTIMIZERS = {"sgd": "SGD (foreach)", "adam": "Adam (foreach)", "fused": "Adam (fused)"}
+_STYLES = {
+    "unscale": "against scale, unscale_, step, update",
+    "step": "against scale, step, update",
+    "none": "against float32 without mezzo",
+    "delayed": "4 blocks, 3 of them with delay_unscale, against 4 x scale, then step, update",
+    "blocks": "4 blocks, each of which unscales, against 4 x scale, then step, update",
+}
+# By level, net, optimizer and style. A block that unscales does what plain mezzo does once in a step, four times.
+_APEX: dict[str, float | None] = {
+    "O1-tiny-sgd-unscale": APEX_BOUND,
+    "O1-tiny-adam-unscale": APEX_BOUND,
+    "O1-mlp-sgd-unscale": APEX_BOUND,
+    "O1-many-sgd-unscale": APEX_BOUND,
+    "O1-many-sgd-step": APEX_BOUND,
+    "O1-many-fused-step": APEX_BOUND,
+    "O2-tiny-sgd-unscale": APEX_BOUND,
+    "O2-mlp-adam-unscale": APEX_BOUND,
+    "O2-many-sgd-unscale": APEX_BOUND,
+    "O2-many-adam-step": APEX_BOUND,
+    "O0-many-sgd-none": APEX_BOUND,
+    "O1-mlp-sgd-delayed": APEX_BOUND,
+    "O1-mlp-sgd-blocks": None,
 }
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
@@ -232,6 +268,17 @@ def _prepare_title(task: str, size: str, rival: str) -> str:
     return f"encoder, 6 layers d=768, ({size.replace('x', ', ')}): {_PREPARED[task]}; {_RIVALS[rival]}"
 
 
+def _apex_cases() -> list[Case]:
+    return [
+        Case(f"apex-{subject}", _apex_title(*subject.split("-")), "apex", subject, None, "ratio", bound)
+        for subject, bound in _APEX.items()
+    ]
+
+
+def _apex_title(level: str, net: str, optimizer: str, style: str) -> str:
+    return f"{level}; {_NETS[net]}; {_OPTIMIZERS[optimizer]}; {_STYLES[style]}"
+
+
 CASES: tuple[Case, ...] = (
     *_model_cases(),
     *_inference_cases(),
@@ -240,6 +287,7 @@ CASES: tuple[Case, ...] = (
     *_scaler_cases(),
     *_beside_cases(),
     *_prepare_cases(),
+    *_apex_cases(),
 )
 
 

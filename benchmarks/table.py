@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case
     from benchmarks.rounds import Measurement, Plan
 
-COLUMNS = ("case", "mezzo", "torch", "ratio or difference", "control", "bound", "verdict")
-
 
 @dataclass(frozen=True)
 class Page:
@@ -30,11 +28,18 @@ class Page:
         stem: The file's name without its ending.
         title: The heading.
         notes: How it was measured, in lines of Markdown.
+        sides: Whose time is the first column's, and whose the second's.
     """
 
     stem: str
     title: str
     notes: tuple[str, ...]
+    sides: tuple[str, str] = ("mezzo", "torch")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The heads of the columns."""
+        return ("case", *self.sides, "ratio or difference", "control", "bound", "verdict")
 
 
 AUTOCAST = Page(
@@ -78,12 +83,31 @@ PREPARE = Page(
         "times, 0.833 1.2 times, 0.962 1.04 times. Those with compiled=True, 1.3 and 1.08 times, are aims.",
     ),
 )
-PAGES = (AUTOCAST, SCALER, ACCELERATOR, PREPARE)
+APEX = Page(
+    "apex-cpu",
+    "mezzo.apex.amp against mezzo.torch",
+    (
+        "Medians over paired rounds, with 95% bootstrap intervals. Each side runs in a process of its own and only one",
+        "computes at a time; the control is a second process of plain mezzo held against the first. Timed are whole",
+        "training steps: forward, backward, the optimizer's step and zero_grad, with the same optimizer, dynamic scale and",
+        'rule for it on both sides. "front" is `amp.initialize` and `with amp.scale_loss`. Against O1, plain mezzo is',
+        '`mezzo.torch.autocast(policy="apex-o1")` around each forward pass and loss, and `mezzo.torch.GradScaler`; against',
+        'O2, `mezzo.torch.prepare(low="**", keep=batch norms, buffers=True)`, inputs and outputs cast by hand, and',
+        "`GradScaler`; against O0, PyTorch in float32. O1 and O2 compute in bfloat16, with a dynamic scale that it does not",
+        "need: in float16 CPUs without instructions for it are so slow that no cost of the front could be seen.",
+        "",
+        "`scale_loss` unscales at the end of each block. Plain mezzo does it in `unscale_`, or in `step` where `unscale_`",
+        "is left out. With four blocks a step that each unscale, the front makes seven passes over the gradients where",
+        "plain mezzo makes one, as Apex did: that row has no bound. `delay_unscale` leaves one.",
+    ),
+    ("front", "plain mezzo"),
+)
+PAGES = (AUTOCAST, SCALER, ACCELERATOR, PREPARE, APEX)
 
 
 def page_of(case: Case) -> Page:
     """The page that a case is a row of."""
-    return {"scaler": SCALER, "beside": ACCELERATOR, "prepare": PREPARE}.get(case.workload, AUTOCAST)
+    return {"scaler": SCALER, "beside": ACCELERATOR, "prepare": PREPARE, "apex": APEX}.get(case.workload, AUTOCAST)
 
 
 _STYLES: dict[Verdict, str] = {
@@ -209,7 +233,7 @@ def format_bound(bound: float | None, kind: Kind) -> str:
 def rich_table(rows: Sequence[Row], machine: dict[str, Any], page: Page) -> Table:
     """The rows for a terminal."""
     table = Table(title=page.title, caption=_caption(machine), show_lines=False)
-    for column in COLUMNS:
+    for column in page.columns:
         table.add_column(column, no_wrap=column != "case", justify="left" if column == "case" else "right")
     for row in rows:
         *cells, verdict = row.cells()
@@ -226,8 +250,8 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any], page: Page) -> str:
         "",
         *page.notes,
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + " --- |" * len(COLUMNS),
+        "| " + " | ".join(page.columns) + " |",
+        "|" + " --- |" * len(page.columns),
     ]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -63,7 +63,7 @@ def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     case, side = case_named(request["case"]), request["side"]
     state[side] = build(case, side)
     probe = state[side].probe()
-    if side != "mezzo" and "mezzo" in sys.modules and not case.together:
+    if side != "mezzo" and "mezzo" in sys.modules and not (case.together or case.rival_loads_mezzo):
         message = "the PyTorch side has mezzo loaded; its timings would not be PyTorch's own."
         raise RuntimeError(message)
     return {"probe": probe, "torch": torch.__version__, "threads": torch.get_num_threads()}

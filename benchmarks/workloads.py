@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.apex_front import apex_work
 from benchmarks.beside import beside_work
 from benchmarks.calls import LOW, OPS, RULES, Call
 from benchmarks.models import blocks, encoder
@@ -40,6 +41,7 @@ def build(case: Case, side: Side) -> Work:
         "scaler": scaler_work,
         "beside": beside_work,
         "prepare": prepared_work,
+        "apex": apex_work,
     }
     return builders[case.workload](case, side)
 

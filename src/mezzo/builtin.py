@@ -18,6 +18,7 @@ PolicyLike = str | Path | Policy
 """What ``policy=`` takes: a built-in name, the path of a TOML file, or a `Policy`."""
 
 _NAMES: Final = ("default", "torch", "unified", "fp32")
+_APEX: Final = "apex-o1"
 
 
 def builtin_names(framework: str = "torch") -> tuple[str, ...]:
@@ -30,10 +31,11 @@ def builtin_names(framework: str = "torch") -> tuple[str, ...]:
         The names that ``policy=`` takes, then those of the devices' tables.
 
     Example:
-        >>> builtin_names()[:4]
-        ('default', 'torch', 'unified', 'fp32')
+        >>> builtin_names()[:5]
+        ('default', 'torch', 'unified', 'fp32', 'apex-o1')
     """
-    return (*_NAMES, *tables.devices(framework))
+    own = (_APEX,) if framework == "torch" else ()
+    return (*_NAMES, *own, *tables.devices(framework))
 
 
 @cache
@@ -44,7 +46,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         name: ``"default"``: the device's own table, and repairs where PyTorch's autocast would raise over dtypes or serve
             the stale cast of a weight. ``"torch"``: the device's own table, exactly. ``"unified"``: one table for all
             devices, the CUDA list and the entries that only the CPU list has. ``"fp32"``: every listed op in float32,
-            whatever comes in. Or a device's name, for that device's table as a policy.
+            whatever comes in. ``"apex-o1"``, for PyTorch's ops only: the lists of Apex's O1, the same on every device.
+            Or a device's name, for that device's table as a policy.
         framework: For whose ops.
 
     Returns:
@@ -63,6 +66,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         return _named("unified", _unified(framework), framework)
     if name == "fp32":
         return _named("fp32", _fp32(framework), framework)
+    if name == _APEX:
+        return _apex(framework)
     if name in tables.devices(framework):
         return Policy.from_table(name, framework=framework)
     known = builtin_names(framework)
@@ -91,6 +96,15 @@ def _fp32(framework: str) -> dict[str, Rule]:
     listed = [op for device in tables.devices(framework) for op in tables.device_table(device, framework)]
     listed += [op for device in tables.devices(framework) for op in tables.own_kernels(device, framework)]
     return dict.fromkeys(listed, CastPolicy.FP32)
+
+
+def _apex(framework: str) -> Policy:
+    if framework != "torch":
+        msg = (
+            f"{_APEX!r} is for PyTorch's ops, and {framework!r} has no policy of that name; ask for framework='torch'."
+        )
+        raise UnknownPolicyError(msg)
+    return _named(_APEX, dict(tables.apex_lists()), framework)
 
 
 @lru_cache(maxsize=32)

@@ -28,7 +28,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 class CastPolicy(StrEnum):
     """What autocast does with the inputs of an op before the op runs. The names are PyTorch's.
 
-    Source: the cast policies of PyTorch's autocast (``ATen/autocast_mode.h``) and its accelerator guide. The last three
+    Source: the cast policies of PyTorch's autocast (``ATen/autocast_mode.h``) and its accelerator guide. The last four
     are mezzo's.
 
     Example:
@@ -48,6 +48,8 @@ class CastPolicy(StrEnum):
     """Cast every eligible input to the widest dtype among them."""
     BANNED = "banned"
     """Raise, with advice."""
+    BANNED_LOWER_PRECISION = "banned_lower_precision"
+    """Raise, with advice, if an input is in lower precision (bfloat16, float16, float8); else run as it came."""
     FALLTHROUGH = "fallthrough"
     """Run in the dtypes that came in, and so do the ops inside a composite op."""
     OPAQUE = "opaque"
@@ -139,7 +141,7 @@ def input_dtypes(policy: CastPolicy, dtypes: Sequence[str], low_dtype: str) -> t
 
     Returns:
         One dtype name per input. For ``fp32_set_opt_dtype`` and ``fp32_append_dtype`` these are the inputs' own: the op
-        itself computes in float32. For ``banned`` likewise; the op is never reached.
+        itself computes in float32. For ``banned`` likewise; the op is never reached; and for ``banned_lower_precision``.
 
     Example:
         >>> input_dtypes(CastPolicy.LOWER_PRECISION_FP, ["float32", "float64", "int64"], "bfloat16")

@@ -26,6 +26,7 @@ _MEANING = {
     CastPolicy.FP32_APPEND_DTYPE: "no input is cast; the overload that takes a dtype is called with float32",
     CastPolicy.PROMOTE: "every eligible input is cast to the widest dtype among them",
     CastPolicy.BANNED: "the call raises",
+    CastPolicy.BANNED_LOWER_PRECISION: "the call raises if an input is in lower precision, else it runs as it came",
     CastPolicy.FALLTHROUGH: "the op, and the ops inside it, run in the dtypes that came in",
     CastPolicy.OPAQUE: "the op runs in exactly the dtypes that were traced",
 }
@@ -80,7 +81,7 @@ class OpExplanation:
 
 
 def _effect(rule: CastPolicy, inputs: dict[str, str]) -> str:
-    if rule is CastPolicy.BANNED:
+    if rule in (CastPolicy.BANNED, CastPolicy.BANNED_LOWER_PRECISION):
         return _MEANING[rule]
     changed = [f"{came} -> {reached}" for came, reached in inputs.items() if came != reached]
     kept = [came for came, reached in inputs.items() if came == reached]

@@ -106,6 +106,8 @@ def parse_rule(name: str, given: RuleLike) -> Rule:
     return pair.bfloat16 if pair.bfloat16 is pair.float16 else pair
 
 
+_NOT_CAST = (CastPolicy.BANNED, CastPolicy.BANNED_LOWER_PRECISION, CastPolicy.FALLTHROUGH)
+_NOT_CAST_NAMES = "banned, banned_lower_precision and fallthrough"
 _APPENDABLE = frozenset({"aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
 
 
@@ -117,8 +119,8 @@ def misfit(rule: Rule, traits: frozenset[str] | None, op: str) -> str:
         return f"{op}: opaque is a rule for JAX; use fallthrough." if "::" in op else ""
     if traits is None:
         return ""
-    if traits & {"out", "mutates"} and rule not in (CastPolicy.BANNED, CastPolicy.FALLTHROUGH):
-        return f"{op} writes into an argument, so its inputs cannot be cast; allowed are banned and fallthrough."
+    if traits & {"out", "mutates"} and rule not in _NOT_CAST:
+        return f"{op} writes into an argument, so its inputs cannot be cast; allowed are {_NOT_CAST_NAMES}."
     if rule is CastPolicy.FP32_SET_OPT_DTYPE and "dtype" not in traits:
         return f"{op} has no optional dtype argument for fp32_set_opt_dtype to set; use fp32."
     if rule is CastPolicy.FP32_APPEND_DTYPE and op not in _APPENDABLE:

@@ -39,6 +39,7 @@ def test_float64_and_what_is_not_floating_is_never_cast(dtype: str) -> None:
         ("fallthrough", ["float32", "float16"], "bfloat16", ["float32", "float16"]),
         ("opaque", ["float32"], "bfloat16", ["float32"]),
         ("banned", ["float32"], "bfloat16", ["float32"]),
+        ("banned_lower_precision", ["float32", "float16"], "bfloat16", ["float32", "float16"]),
     ],
 )
 def test_the_dtypes_that_reach_an_op(policy: str, came: list[str], low: str, reached: list[str]) -> None:
@@ -68,7 +69,7 @@ def test_a_word_that_is_no_cast_policy_is_refused_with_near_words() -> None:
         parse_cast_policy("promot")
     assert str(caught.value) == (
         "'promot' is not a cast policy; allowed are lower_precision_fp, fp32, fp32_set_opt_dtype, fp32_append_dtype, "
-        "promote, banned, fallthrough, opaque. Did you mean 'promote'?"
+        "promote, banned, banned_lower_precision, fallthrough, opaque. Did you mean 'promote'?"
     )
 
 

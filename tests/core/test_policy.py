@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo import ByDtype, CastPolicy, Policy, PolicyError, UnknownOpError, UnknownPolicyError, builtin_policy
-from mezzo.builtin import resolve_policy
-from mezzo.tables import device_table, devices, own_kernels
+from mezzo.builtin import builtin_names, resolve_policy
+from mezzo.tables import apex_lists, device_table, devices, own_kernels
 from mezzo.vocabulary import vocabulary
 
 FUNCTIONAL = sorted(op for op, traits in vocabulary().traits.items() if "compute" in traits)
-rules = st.sampled_from(["lower_precision_fp", "fp32", "promote", "banned", "fallthrough"])
+rules = st.sampled_from(["lower_precision_fp", "fp32", "promote", "banned", "banned_lower_precision", "fallthrough"])
 pairs = st.fixed_dictionaries({"bfloat16": rules, "float16": rules})
 tables = st.dictionaries(st.sampled_from(FUNCTIONAL), rules | pairs, max_size=8)
 
@@ -118,7 +118,8 @@ def test_device_default_asks_for_a_device() -> None:
         ),
         (
             lambda: Policy("p", {"addmm_": "fp32"}),
-            "aten::addmm_ writes into an argument, so its inputs cannot be cast; allowed are banned and fallthrough.",
+            ("aten::addmm_ writes into an argument, so its inputs cannot be cast; allowed are banned, "
+            "banned_lower_precision and fallthrough."),
         ),
         (lambda: Policy("p", {"mm.out": "promote"}), "aten::mm.out writes into an argument"),
         (
@@ -166,8 +167,8 @@ def test_an_unknown_policy_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownPolicyError) as caught:
         builtin_policy("unifed")
     assert str(caught.value) == (
-        "'unifed' is no built-in policy; allowed are default, torch, unified, fp32, cpu, cuda, xpu, mps, mtia, maia, "
-        "reference. Did you mean 'unified'?"
+        "'unifed' is no built-in policy; allowed are default, torch, unified, fp32, apex-o1, cpu, cuda, xpu, mps, "
+        "mtia, maia, reference. Did you mean 'unified'?"
     )
 
 
@@ -203,6 +204,52 @@ def test_fp32_has_every_listed_op_in_float32() -> None:
     listed = {op for device in devices() for op in (*device_table(device), *own_kernels(device))}
     assert set(builtin_policy("fp32").ops) == listed
     assert set(builtin_policy("fp32").ops.values()) == {CastPolicy.FP32}
+
+
+def test_apex_o1_is_a_policy_for_every_device_with_repairs() -> None:
+    policy = builtin_policy("apex-o1")
+    assert (policy.name, policy.default, policy.repairs) == ("apex-o1", CastPolicy.FALLTHROUGH, True)
+    assert builtin_policy("apex-o1") is policy
+    assert {device: policy.on(device) for device in devices()} == dict.fromkeys(devices(), policy)
+    assert policy.ops == apex_lists()
+    assert builtin_names()[:5] == ("default", "torch", "unified", "fp32", "apex-o1")
+
+
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [
+        ("linear", "lower_precision_fp"),
+        ("LSTM", "lower_precision_fp"),
+        ("F.gelu", "fp32"),
+        ("torch.var", "fp32"),
+        ("F.softmin", "fp32_set_opt_dtype"),
+        ("add.Tensor", "promote"),
+        ("torch.cat", "promote"),
+        ("F.binary_cross_entropy", "banned_lower_precision"),
+        ("einsum", "fallthrough"),
+        ("relu", "fallthrough"),
+    ],
+)
+def test_apex_o1_has_the_rules_of_apexs_lists(op: str, rule: str) -> None:
+    assert builtin_policy("apex-o1").rule(op) == rule
+
+
+def test_the_ban_of_apex_o1_can_be_lifted() -> None:
+    lifted = builtin_policy("apex-o1").override({"binary_cross_entropy": "fp32"})
+    assert lifted.rule("binary_cross_entropy") is CastPolicy.FP32
+    assert set(lifted.diff(builtin_policy("apex-o1"))) == {"aten::binary_cross_entropy"}
+
+
+def test_apex_o1_is_for_pytorchs_ops_only() -> None:
+    with pytest.raises(
+        UnknownPolicyError, match="'apex-o1' is for PyTorch's ops, and 'jax' has no policy of that name"
+    ):
+        builtin_policy("apex-o1", framework="jax")
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "ge", "gt", "le", "lt"])
+def test_the_comparison_operators_are_names_for_ops(name: str) -> None:
+    assert vocabulary().resolve(f"Tensor.__{name}__") == vocabulary().resolve(name)
 
 
 def test_cudnn_rnn_has_no_rule_in_the_tables() -> None:

@@ -33,7 +33,7 @@ def test_save_and_load_give_an_equal_policy(
     assert loaded.name == policy.name
 
 
-@pytest.mark.parametrize("name", ["torch", "unified", "fp32", "cpu", "cuda", "mps", "reference"])
+@pytest.mark.parametrize("name", ["torch", "unified", "fp32", "apex-o1", "cpu", "cuda", "mps", "reference"])
 def test_every_built_in_policy_can_be_saved(name: str, tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     builtin_policy(name).save(path)

@@ -21,7 +21,7 @@ FILES = {
     for path in sorted(SOURCE.rglob("*.py"))
 }
 ADAPTERS = {"torch", "jax", "tensorplay"}
-FRONTS = {"cli", "demo", "__main__"}
+FRONTS = {"cli", "demo", "__main__", "apex"}
 CORE = (
     "errors",
     "scaling",
@@ -236,6 +236,15 @@ def test_an_adapter_needs_the_core_its_framework_and_no_other_adapter(name: str)
             assert module.split(".")[0] in {*sys.stdlib_module_names, "__future__", part(name)}, module
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if part(name) == "apex"])
+def test_the_front_for_apexs_scripts_needs_the_core_and_the_adapter_for_pytorch(name: str) -> None:
+    for module in imports(name, at_import=False):
+        if module.startswith("mezzo"):
+            assert part(module) in {*CORE, "apex", "torch", ""}, module
+        else:
+            assert module.split(".")[0] in {*sys.stdlib_module_names, "__future__", "torch"}, module
+
+
 def test_the_package_itself_offers_the_core_alone() -> None:
     assert {part(module) for module in imports("mezzo", at_import=False) if module.startswith("mezzo")} <= set(CORE)
 
@@ -249,7 +258,8 @@ def test_the_dependencies_are_read_off_the_files() -> None:
 
 # Names
 
-MODULES = [name for name in FILES if "__main__" not in name]
+# The importable `apex` package is imported by its own name only: tests/apex/test_shim.py.
+MODULES = [name for name in FILES if "__main__" not in name and ".shim" not in name]
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -280,7 +290,9 @@ def test_what_a_module_offers_is_there_and_has_a_docstring(name: str) -> None:
         assert not text.startswith(f"{label}("), label
 
 
-@pytest.mark.parametrize("name", ["mezzo", "mezzo.torch", "mezzo.torch.cuda.amp", "mezzo.torch.cpu.amp", "mezzo.demo"])
+@pytest.mark.parametrize(
+    "name", ["mezzo", "mezzo.torch", "mezzo.torch.cuda.amp", "mezzo.torch.cpu.amp", "mezzo.demo", "mezzo.apex.amp"]
+)
 def test_packages_say_what_is_public(name: str) -> None:
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__) > 0

@@ -200,3 +200,26 @@ def test_a_ban_ends_in_a_disabled_region_and_does_not_disturb_the_one_around_it(
 def test_binary_cross_entropy_is_allowed_where_pytorch_allows_it(low):
     with mezzo.torch.autocast("cpu", dtype=low, policy="torch"):
         assert F.binary_cross_entropy(x(low), x(low, 1)).dtype == F32
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_banned_lower_precision_lets_wide_inputs_through(low: torch.dtype) -> None:
+    """In a list and as a keyword too; what is written to is an input."""
+    policy = Policy(
+        "careful",
+        {"exp": "banned_lower_precision", "stack": "banned_lower_precision", "exp_": "banned_lower_precision"},
+    )
+    wide, narrow = torch.ones(2), torch.ones(2, dtype=low)
+    with mezzo.torch.autocast("cpu", dtype=low, policy=policy):
+        for good in (wide, wide.double(), torch.ones(2, dtype=torch.int64)):
+            assert torch.equal(torch.exp(good), torch.exp(good.clone()))
+            assert torch.stack([good, good]).dtype is good.dtype
+        for call in (
+            lambda: torch.exp(narrow),
+            lambda: torch.stack([wide, narrow]),
+            lambda: torch.stack(tensors=[narrow, wide]),
+            narrow.exp_,
+        ):
+            with pytest.raises(BannedOpError, match=r"got an input in lower precision, .*'careful' bans.*'fp32'"):
+                call()
+    assert torch.equal(narrow, torch.ones(2, dtype=low))

@@ -21,6 +21,7 @@ SHORT: dict[str, str] = {
     CastPolicy.FP32_APPEND_DTYPE: "append",
     CastPolicy.PROMOTE: "promote",
     CastPolicy.BANNED: "banned",
+    CastPolicy.BANNED_LOWER_PRECISION: "no low",
     CastPolicy.FALLTHROUGH: "as is",
     CastPolicy.OPAQUE: "opaque",
 }
@@ -32,6 +33,7 @@ _STYLES = {
     CastPolicy.FP32_APPEND_DTYPE: "cyan",
     CastPolicy.PROMOTE: "yellow",
     CastPolicy.BANNED: "red",
+    CastPolicy.BANNED_LOWER_PRECISION: "red",
 }
 
 

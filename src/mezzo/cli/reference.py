@@ -22,6 +22,7 @@ Which op runs in which dtype, per device, as PyTorch 2.13 registers it and mezzo
 * `append dtype`: the overload with a dtype is called with float32 (`fp32_append_dtype`).
 * `promote`: every eligible input is cast to the widest dtype among them.
 * `banned`: the call raises.
+* `banned if low`: the call raises if an input is in lower precision (`banned_lower_precision`).
 * `own`: a kernel of PyTorch's that no rule describes: it casts to float16 and re-flattens the weights.
 * `-`: not listed; the op runs in the dtypes that come in.
 
@@ -39,6 +40,7 @@ _SHORT = {
     "fp32_append_dtype": "append dtype",
     "promote": "promote",
     "banned": "banned",
+    "banned_lower_precision": "banned if low",
 }
 
 _COLUMNS = ("cpu", "cuda", "xpu", "mps", "reference")

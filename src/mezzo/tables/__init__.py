@@ -5,6 +5,7 @@ The CSV files beside this module are the data; nothing is computed here and no f
 * ``cpu cuda xpu mps mtia maia``: what PyTorch itself registers for that device (read off 2.13, held by a test);
 * ``reference``: the list that PyTorch's accelerator guide gives to authors of new backends;
 * ``repairs.csv``: the ops of which some call fails over dtypes, so that a policy with repairs has to look after them;
+* ``apex-o1``: the op lists of Apex's O1, each row with the list and the name that it comes from;
 * ``ops.csv``: every aten op with the traits a policy needs; ``aliases.csv``: Python names and the ops they reach.
 """
 
@@ -19,7 +20,7 @@ from types import MappingProxyType
 from mezzo.decision import CastPolicy
 from mezzo.errors import DeviceError, PolicyError, near
 
-__all__ = ["device_table", "devices", "frameworks", "own_kernels", "promoted_first", "read", "repairs"]
+__all__ = ["apex_lists", "device_table", "devices", "frameworks", "own_kernels", "promoted_first", "read", "repairs"]
 
 _DEVICES = {"torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference")}
 
@@ -135,6 +136,26 @@ def own_kernels(device: str, framework: str = "torch") -> frozenset[str]:
         ['aten::_cudnn_rnn']
     """
     return frozenset(op for op, policy in _rows(framework, device).items() if policy == "own")
+
+
+@cache
+def apex_lists() -> Mapping[str, CastPolicy]:
+    """Give the op lists of Apex's opt level O1, on the ops of PyTorch 2.13.
+
+    The column ``apex`` of ``torch/apex-o1.csv`` says which list and Python names a row stands for, such as ``FP32 F.gelu``;
+    a name of the ``torch`` lists stands for the method of `torch.Tensor` of that name too. Rows that are ``not listed`` are
+    functions that Apex left alone, and which would otherwise follow the rules of the ops inside of them.
+
+    Returns:
+        A read-only mapping from canonical op name to cast policy.
+
+    Example:
+        >>> apex_lists()["aten::gelu"], apex_lists()["aten::einsum"]
+        (<CastPolicy.FP32: 'fp32'>, <CastPolicy.FALLTHROUGH: 'fallthrough'>)
+
+    Source: ``apex/amp/lists`` of NVIDIA's Apex, before ``apex.amp`` was removed in May 2025.
+    """
+    return MappingProxyType({row["op"]: CastPolicy(row["policy"]) for row in read("torch", "apex-o1")})
 
 
 @cache

@@ -1,6 +1,6 @@
 """The cast policies at work: for each, the function that casts an op's inputs and runs the op.
 
-If a reader asks who casts an op that mezzo serves, the answer is one of these seven functions; which of them, the plan in
+If a reader asks who casts an op that mezzo serves, the answer is one of these eight functions; which of them, the plan in
 `mezzo.torch.plans` says. While an action runs, autocast is off for its device, so the ops inside are not cast again.
 """
 
@@ -53,6 +53,8 @@ def action_for(rule: CastPolicy, spec: OpSpec, device: Device, policy_name: str)
     """
     if rule is CastPolicy.BANNED:
         return _banned(spec, policy_name)
+    if rule is CastPolicy.BANNED_LOWER_PRECISION:
+        return _banned_lower_precision(spec, policy_name)
     if rule is CastPolicy.FALLTHROUGH:
         return _fallthrough(spec)
     if rule is CastPolicy.FP32_SET_OPT_DTYPE:
@@ -60,7 +62,10 @@ def action_for(rule: CastPolicy, spec: OpSpec, device: Device, policy_name: str)
     if rule is CastPolicy.FP32_APPEND_DTYPE:
         return _fp32_append_dtype(spec, device)
     if spec.mutates:
-        msg = f"{spec.name} writes into an argument, so its inputs cannot be cast; allowed are banned and fallthrough."
+        msg = (
+            f"{spec.name} writes into an argument, so its inputs cannot be cast; allowed are banned, "
+            "banned_lower_precision and fallthrough."
+        )
         raise PolicyError(msg)
     makers = {
         CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
@@ -241,6 +246,28 @@ def _banned(spec: OpSpec, policy_name: str) -> Action:
         raise BannedOpError(msg)
 
     return action
+
+
+def _banned_lower_precision(spec: OpSpec, policy_name: str) -> Action:
+    call = call_of(spec)
+    more = f"\n{_BINARY_CROSS_ENTROPY_ADVICE}" if spec.name == "aten::binary_cross_entropy" else ""
+
+    def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
+        if not any(_is_low(value) for value in (*args, *kwargs.values())):
+            return call(*args, **kwargs)
+        msg = (
+            f"{spec.name} got an input in lower precision, which the policy {policy_name!r} bans. Give it float32 inputs, "
+            f"or have it computed in float32: policy.override({{{spec.name!r}: 'fp32'}}).{more}"
+        )
+        raise BannedOpError(msg)
+
+    return action
+
+
+def _is_low(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and value.dtype.itemsize < 4
+    return isinstance(value, list | tuple) and any(_is_low(each) for each in value)
 
 
 Caster = Callable[[Arguments, Keywords, torch.dtype], tuple[Sequence[Any], Keywords]]

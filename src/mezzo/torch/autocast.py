@@ -89,9 +89,10 @@ class autocast:  # noqa: N801 - PyTorch's name
         enabled: False makes a region in which nothing is cast.
         cache_enabled: Whether the casts of weights are kept for the length of the region; by default as it is now.
         policy: Which op runs in which dtype: ``"default"`` (the device's own table, and repairs), ``"torch"`` (that table
-            and nothing else), ``"unified"`` (one table for all devices), ``"fp32"`` (every listed op in float32), a
-            `mezzo.Policy`, or the path of a TOML file. Without it the region takes the policy of the region around it, else
-            the process-wide default: ``"default"``, unless `mezzo.torch.set_default_policy` has set another.
+            and nothing else), ``"unified"`` (one table for all devices), ``"fp32"`` (every listed op in float32),
+            ``"apex-o1"`` (the lists of Apex's O1), a `mezzo.Policy`, or the path of a TOML file. Without it the region takes
+            the policy of the region around it, else the process-wide default: ``"default"``, unless
+            `mezzo.torch.set_default_policy` has set another.
 
     Raises:
         ValueError: ``device_type`` is not a string.

@@ -23,7 +23,7 @@ from mezzo.torch.scaler_steps import ScalerSteps
 from mezzo.torch.scaler_unscaling import inverse_of
 from mezzo.torch.scaler_verdicts import SCALED, UNSCALED
 
-__all__ = ["closure_in", "step_with_closure"]
+__all__ = ["Kept", "closure_in", "step_with_closure"]
 
 
 class _NotFinite(BaseException):
@@ -49,7 +49,7 @@ def _snapshot(parameter: Tensor) -> Callable[[], object]:
     return partial(parameter.copy_, parameter.detach().clone())
 
 
-class _Kept:
+class Kept:
     """The parameters and the state of an optimizer as they are now, to be put back if a step fails half-way."""
 
     @runs_eagerly
@@ -85,7 +85,7 @@ def step_with_closure(
     kwargs: dict[str, Any],
 ) -> Any:
     """Step an optimizer that evaluates the loss; see `GradScaler.step`."""
-    kept = _Kept(optimizer)
+    kept = Kept(optimizer)
     evaluations = _Evaluations(scaler, optimizer, state, closure_in(optimizer, args, kwargs))
     evaluations.begin()
     if args:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from mezzo.torch.eager import pause_compiling, resume_compiling, runs_eagerly, runs_itself_eagerly
 from mezzo.torch.master_copies import at_attaching, attach, owner_of
-from mezzo.torch.master_params import Master, MasterParameter, masters_in
+from mezzo.torch.master_params import Made, Master, MasterParameter, masters_in
 from mezzo.torch.master_settings import Begun, Owner
 from mezzo.torch.master_steps import (
     close_gradients,
@@ -61,6 +61,8 @@ at_attaching.append(_add_hooks)
 
 
 def _owner_at(optimizer: torch.optim.Optimizer) -> Owner | None:
+    if not Made.count:  # in this process
+        return owner_of(optimizer)
     first = next((one for group in optimizer.param_groups for one in group["params"] if isinstance(one, Master)), None)
     return owner_of(optimizer) if first is None else first.owner
 

@@ -154,10 +154,10 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve, home
 
 def _may_fail(wanted: CastPolicy | None, own: CastPolicy | None, repairable: bool) -> bool:
     """Say whether a call of an op can need a repair, or the kept casts of its weights a look."""
-    if wanted is CastPolicy.BANNED:
+    if wanted in (CastPolicy.BANNED, CastPolicy.BANNED_LOWER_PRECISION):
         return False
     # Under a rule that is not the device's own, the ops inside are not watched, so a composite op has to be.
-    return repairable or wanted is CastPolicy.LOWER_PRECISION_FP or (wanted is not None and wanted is not own)
+    return repairable or wanted is CastPolicy.LOWER_PRECISION_FP or wanted is not own
 
 
 def _served(

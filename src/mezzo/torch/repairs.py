@@ -70,6 +70,12 @@ def concerns_dtypes(error: BaseException) -> bool:
     return not isinstance(error, MezzoError) and _ABOUT_DTYPES.search(str(error)) is not None
 
 
+class Repaired:
+    """Whether any call of this process has been repaired so far: for those who could do without a look at calls."""
+
+    ever = False
+
+
 class _NotedAttempts(threading.local):
     """By op, the number of the attempt that was the last one; None while nobody asks (`mezzo.torch.probing` does)."""
 
@@ -121,6 +127,7 @@ class Repair:
                     self._note(number)
                     raise error from None
                 self._note(number)
+                Repaired.ever = True
                 return result
         raise fault
 
@@ -153,6 +160,7 @@ class Repair:
 
     def through_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call in the widest dtype, on copies of what it writes into."""
+        Repaired.ever = True
         dtypes = {tensor.dtype for tensor in self._floating(args, kwargs)}
         return self._through_copies(args, kwargs, _widest({*dtypes, torch.float32}))
 
@@ -162,6 +170,7 @@ class Repair:
         dtypes = {tensor.dtype for tensor in found}
         if len(dtypes) < 2 or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in found):
             return args, kwargs
+        Repaired.ever = True
         return self._cast(args, kwargs, _widest(dtypes), ())
 
     def _attempts(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[], Any]]:

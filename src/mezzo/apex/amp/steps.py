@@ -1,0 +1,202 @@
+"""How a step is skipped without a patch of ``optimizer.step``: in hooks around it the gradients are out of sight.
+
+An optimizer passes over parameters without gradients: that is how it treats frozen ones. So for a step that is not to be
+made, all gradients are taken away in a hook before it, and put back after it. The method stays the optimizer's own, so
+learning rate schedulers, copies and pickles are as without amp.
+
+A step that raises has no hooks after it. The frame of the step is kept, and whoever comes next sees that it has ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from mezzo.apex.amp import casts
+from mezzo.apex.amp._amp_state import maybe_print
+from mezzo.apex.amp.stash import AmpStash, stash_of
+from mezzo.apex.amp.unscaling import unscale
+from mezzo.torch.closures import Kept
+from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
+from mezzo.torch.master_hooks import watch_steps
+
+__all__ = ["Begun", "recover", "watch_amp_steps"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_lock = threading.Lock()
+_watching: list[object] = []
+
+_STILL_SCALED = (
+    "optimizer.step() came after a scale_loss block with delay_unscale=True, or under DDP's no_sync, and no other block in "
+    "between. Gradients were unscaled now. Leave delay_unscale and no_sync out in the last block before a step, so that "
+    "gradients can be clipped, and are summed over ranks."
+)
+
+
+@dataclass
+class Begun:
+    """A step that is going on.
+
+    Attributes:
+        frame: Of PyTorch's wrapper around ``step``.
+        hidden: The gradients that were taken away.
+        kept: What is put back if the closure's gradients overflow.
+        failed: Whether they have.
+    """
+
+    frame: FrameType
+    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kept: Kept | None = None
+    failed: bool = False
+
+
+def watch_amp_steps() -> None:
+    """Have the steps of all optimizers looked at; once per process. Those without an ``_amp_stash`` are left alone."""
+    with _lock:
+        if _watching:
+            return
+        # Masters see the gradients as they are after our hook, and are done with them before the other.
+        watch_steps()
+        before = torch_optimizer.register_optimizer_step_pre_hook(_before)
+        _watching.append(before)
+        hooks: Any = torch_optimizer._global_optimizer_pre_hooks
+        hooks.move_to_end(before.id, last=False)
+        _watching.append(torch_optimizer.register_optimizer_step_post_hook(_after))
+
+
+def recover(stash: AmpStash) -> None:
+    """See to a step that has raised: give gradients back that were out of sight."""
+    if stash.begun is not None and not _is_running(stash.begun.frame):
+        _show(stash.begun)
+        stash.begun = None
+
+
+def _is_running(frame: FrameType) -> bool:
+    each: FrameType | None = sys._getframe(1)
+    while each is not None and each is not frame:
+        each = each.f_back
+    return each is not None
+
+
+@runs_itself_eagerly
+def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    stash = stash_of(optimizer)
+    if stash is None:
+        return None
+    return _begin(stash, sys._getframe(1), args, kwargs)
+
+
+@runs_eagerly
+def _begin(stash: AmpStash, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    recover(stash)
+    if stash.begun is not None:
+        # A class that calls the ``step`` of its base comes here twice.
+        return None
+    stash.begun = Begun(frame)
+    closures = [each for each in (*args[1:], *kwargs.values()) if _is_closure(each)]
+    if not closures:
+        if stash.factor != 1.0:
+            _unscale_late(stash)
+        if stash.pending is not None:
+            _hide(stash)
+        casts.off_during(frame)
+        return None
+    stash.begun.kept = Kept(stash.optimizer)
+    casts.off_during(frame)
+    instead = {id(each): _Closure(each, stash, stash.begun) for each in closures}
+    changed = tuple(instead.get(id(each), each) for each in args)
+    return changed, {name: instead.get(id(each), each) for name, each in kwargs.items()}
+
+
+@runs_itself_eagerly
+def _after(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    stash = stash_of(optimizer)
+    if stash is not None and stash.begun is not None and stash.begun.frame is sys._getframe(1):
+        _end(stash, stash.begun)
+
+
+@runs_eagerly
+def _end(stash: AmpStash, begun: Begun) -> None:
+    stash.begun = None
+    casts.on_after(begun.frame)
+    if begun.failed and begun.kept is not None:
+        begun.kept.put_back()
+    _show(begun)
+    if stash.pending is not None:
+        # They would be added to those of the next block; Apex took them away here too.
+        for one in stash.having():
+            _zero(one)
+        stash.pending = None
+
+
+def _is_closure(given: object) -> bool:
+    return callable(given) and not isinstance(given, Tensor | torch.nn.Module | type)
+
+
+class _Closure:
+    """A closure that evaluates the loss with casts on, and whose gradients are shown to the step only if they are finite."""
+
+    def __init__(self, closure: Callable[..., Any], stash: AmpStash, begun: Begun) -> None:
+        self._closure, self._stash, self._begun = closure, stash, begun
+        self._last: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stash = self._stash
+        if self._begun.failed:
+            # What the step does from here on is undone; nothing new is to be learned.
+            return self._last
+        with casts.with_casts():
+            self._last = self._closure(*args, **kwargs)
+        if stash.factor != 1.0:
+            _unscale_late(stash)
+        if stash.pending is not None:
+            self._begun.failed = True
+            _hide(stash)
+        return self._last
+
+
+def _unscale_late(stash: AmpStash) -> None:
+    if not stash.warned:
+        stash.warned = True
+        warnings.warn(_STILL_SCALED, RuntimeWarning, stacklevel=2)
+    if stash.scaler is not None:
+        unscale([stash], stash.scaler, stash.holders())
+
+
+def _hide(stash: AmpStash) -> None:
+    """Take the gradients away, and say so as Apex did: logs are parsed for this line."""
+    begun, pending = stash.begun, stash.pending
+    if begun is None or pending is None:
+        return
+    scaler, loss_id = pending
+    what = "reducing loss scale to" if scaler.dynamic else "static loss scale"
+    maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what} {scaler.loss_scale()}")
+    for one in stash.having():
+        gradient = one.grad
+        if gradient is not None:
+            begun.hidden.append((one, gradient))
+            one.grad = None
+
+
+def _show(begun: Begun) -> None:
+    for one, gradient in begun.hidden:
+        one.grad = gradient
+    begun.hidden = []
+
+
+@torch.no_grad()
+def _zero(one: Tensor) -> None:
+    if one.grad is not None and one.grad.layout is torch.strided:
+        one.grad.zero_()
+    else:
+        one.grad = None

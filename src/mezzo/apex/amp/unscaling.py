@@ -1,0 +1,144 @@
+"""Gradients between the blocks of ``scale_loss``: multiplied by a scale on entry, divided and looked at on exit.
+
+Apex put gradients aside on entry and added them again on exit, so that the new ones could be divided by their own scale.
+Here those that are there are multiplied by the scale instead, which is exact for powers of two, and the backward pass adds
+to them. So there is one gradient at any time: DDP's sums under ``no_sync``, views of buckets and hooks see all of it. Only
+gradients in float16 (O3) are put aside, since multiplied they would overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mezzo.scaling import Verdict
+from mezzo.torch.agreement import agree_, meshes
+from mezzo.torch.eager import runs_eagerly
+from mezzo.torch.gradients import collect
+from mezzo.torch.nonfinite import count, parameter_names
+from mezzo.torch.updating import add_up
+
+if TYPE_CHECKING:
+    from mezzo.apex.amp.loss_scaler import LossScaler
+    from mezzo.apex.amp.stash import AmpStash
+
+__all__ = ["look", "multiply", "put_aside", "put_back", "unscale"]
+
+
+@torch.no_grad()
+def multiply(parameters: Sequence[Tensor], factor: float) -> None:
+    """Multiply the gradients of parameters in place.
+
+    Args:
+        parameters: Each has a gradient, of any dtype and layout.
+        factor: The factor.
+    """
+    for gradients, _ in collect(parameters, {}).batches.values():
+        torch._foreach_mul_(gradients, factor)
+
+
+def put_aside(parameters: Sequence[Tensor], *, every: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Take the float16 gradients of parameters away.
+
+    Args:
+        parameters: Each has a gradient.
+        every: Take those of other dtypes too.
+
+    Returns:
+        What `put_back` takes.
+    """
+    aside = [
+        # What is a view of DDP's bucket is written over by the next backward pass.
+        (one, one.grad.clone() if one.grad._is_view() else one.grad)
+        for one in parameters
+        if one.grad is not None and (every or one.grad.dtype is torch.float16)
+    ]
+    for one, _ in aside:
+        one.grad = None
+    return aside
+
+
+@torch.no_grad()
+def put_back(aside: Sequence[tuple[Tensor, Tensor]], *, add: bool) -> None:
+    """Give parameters back what `put_aside` took.
+
+    Args:
+        aside: What it gave.
+        add: Whether gradients that have come since are added; else they are gone.
+    """
+    for one, gradient in aside:
+        if add and one.grad is not None:
+            # Not in place: the new one may be a view of DDP's bucket, or sparse.
+            one.grad = gradient + one.grad
+        else:
+            one.grad = gradient
+
+
+@runs_eagerly
+def look(parameters: Sequence[Tensor]) -> bool:
+    """Say whether all gradients of parameters are finite; reads the device."""
+    found = _divide(parameters, 1.0)
+    return found is None or not found.item()
+
+
+@runs_eagerly
+def unscale(
+    stashes: Sequence[AmpStash], scaler: tuple[LossScaler, int], parameters: Sequence[Tensor], *, check: bool = True
+) -> None:
+    """Divide the gradients of optimizers by their factors, look at them, and arm skips if they are not finite.
+
+    Args:
+        stashes: Of the optimizers of a block; their gradients are multiplied by one factor.
+        scaler: The scaler of the block's loss, and its ``loss_id``; it is told the verdict.
+        parameters: Those of the optimizers, each once.
+        check: If false nobody is told; the flag is left in ``_overflow_buf``.
+    """
+    loss_scaler, loss_id = scaler
+    found = _divide(parameters, stashes[0].factor if stashes else 1.0)
+    for stash in stashes:
+        stash.factor = 1.0
+    if found is None:
+        found = torch.zeros(())
+    loss_scaler._overflow_buf, loss_scaler._has_overflow = found, False
+    if not check:
+        return
+    verdict = Verdict.FINITE if not found.item() else Verdict.INF
+    if verdict is Verdict.INF:
+        counts = count(parameters)
+        nan, inf = counts.flags(found.device).tolist()
+        verdict = Verdict.NAN if nan and not inf else Verdict.INF
+        for stash in stashes:
+            stash.pending = (loss_scaler, loss_id)
+    loss_scaler.take(verdict)
+    if verdict is not Verdict.FINITE or loss_scaler._nan_alone:
+        loss_scaler.tell(verdict, lambda: _describe(stashes, parameters))
+
+
+@torch.no_grad()
+def _divide(parameters: Sequence[Tensor], factor: float) -> Tensor | None:
+    """Divide, and give a flag on a device that is not 0 if a value was not finite; None if there are no gradients."""
+    gradients = collect(parameters, {})
+    if not gradients.batches:
+        return None
+    device = next(iter(gradients.batches))[0]
+    found = torch.zeros((), device=device)
+    inverse = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+    flags = gradients.unscale_(inverse, found, look_again=factor < 1.0)
+    if len(flags) > 1:
+        found = add_up(list(flags.values()), device)
+    if gradients.originals:
+        agree_(found, meshes(parameters), None)
+    return found
+
+
+def _describe(stashes: Sequence[AmpStash], parameters: Sequence[Tensor]) -> str:
+    counts = count(parameters)
+    names = {}
+    for stash in stashes:
+        names.update(parameter_names(stash.optimizer, counts.parameters, {}))
+    found = counts.read(names)
+    rest = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return "; ".join(str(one) for one in found[:5]) + rest
