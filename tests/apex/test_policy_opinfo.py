@@ -78,9 +78,7 @@ def changes(info: Any, function: Callable[..., Any], given: torch.dtype) -> bool
 
 LEFT_OUT = {
     "jiterator": "needs a GPU",
-    "nn.functional.binary_cross_entropy": "is banned",
-    "pca_lowrank": "takes a product, which is low, to a decomposition that has no kernel for it, as in Apex",
-    "svd_lowrank": "the same",
+    "nn.functional.binary_cross_entropy": "is banned in lower precision",
 }
 """By how their names begin, what is not called; and why."""
 

@@ -278,6 +278,17 @@ def test_an_optimizer_that_initialize_has_not_seen_is_named() -> None:
     close(gradients(optimizer), reference_gradients(1))
 
 
+def test_a_loss_that_is_no_tensor_is_told() -> None:
+    model, optimizer = start("O1")
+    loss = loss_of(model)
+    for wrong, kind in (([loss, loss], "list"), (loss.item(), "float")):
+        with (
+            pytest.raises(AmpTypeError, match=f"takes the loss as a tensor, got {kind}"),
+            amp.scale_loss(wrong, optimizer),  # type: ignore[arg-type]
+        ):
+            pass
+
+
 @pytest.mark.parametrize("wrong", [2, -1])
 def test_a_loss_id_without_a_scaler_is_an_index_error(wrong: int) -> None:
     model, optimizer = start("O1", num_losses=2)

@@ -85,6 +85,10 @@ def scale_loss(
             raise AmpError(msg)
         yield loss
         return
+    if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
+        msg = f"amp.scale_loss takes the loss as a tensor, got {kind}. Add several losses up, or give each a block."
+        raise AmpTypeError(msg)
     casts.ensure_here()
     scaler = _scaler(loss_id)
     stashes = _stashes(optimizers)
