@@ -318,3 +318,22 @@ def test_the_next_step_starts_right_after_one_that_raised_with_mezzos_own_region
         assert step(lambda: None) is torch.float32
         assert product() is torch.bfloat16
     assert product() is torch.float16
+
+
+def test_disable_casts_of_a_generator_may_end_before_one_that_began_later() -> None:
+    casts.start(["cpu"], torch.bfloat16, {})
+    product = torch.ones(1, 1)
+
+    def steps() -> Iterator[None]:
+        with casts.disable_casts():
+            yield
+
+    generator = steps()
+    next(generator)
+    with casts.disable_casts():
+        assert next(generator, "ended") == "ended"
+        assert (product @ product).dtype is torch.float32
+        with casts.without_casts():
+            assert (product @ product).dtype is torch.float32
+        assert (product @ product).dtype is torch.float32
+    assert (product @ product).dtype is torch.bfloat16

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import pickle
 import types
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -377,3 +378,30 @@ def test_casts_go_with_a_compiled_model(dtype: torch.dtype, how: str) -> None:
     got["out"][0].sum().backward()
     assert net.layer.weight.grad is not None
     torch.compiler.reset()
+
+
+def test_a_mapping_of_the_users_own_is_not_written_to() -> None:
+    class Batch(MutableMapping[str, Any]):
+        def __init__(self, **items: Any) -> None:
+            self.items_ = items
+
+        def __getitem__(self, key: str) -> Any:
+            return self.items_[key]
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            self.items_[key] = value
+
+        def __delitem__(self, key: str) -> None:
+            del self.items_[key]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.items_)
+
+        def __len__(self) -> int:
+            return len(self.items_)
+
+    batch = Batch(x=torch.ones(2), y=torch.tensor([70000.0, 1.0]))
+    cast = cast_floats(batch, torch.float16)
+    assert cast["x"].dtype is torch.float16
+    assert batch["y"].dtype is torch.float32
+    assert batch["y"].tolist() == [70000.0, 1.0]

@@ -79,6 +79,8 @@ def changes(info: Any, function: Callable[..., Any], given: torch.dtype) -> bool
 LEFT_OUT = {
     "jiterator": "needs a GPU",
     "nn.functional.binary_cross_entropy": "is banned in lower precision",
+    "pca_lowrank": "is made of products, which are low, and of decompositions, for which there is no low kernel",
+    "svd_lowrank": "the same",
 }
 """By how their names begin, what is not called; and why."""
 

@@ -118,8 +118,10 @@ def test_device_default_asks_for_a_device() -> None:
         ),
         (
             lambda: Policy("p", {"addmm_": "fp32"}),
-            ("aten::addmm_ writes into an argument, so its inputs cannot be cast; allowed are banned, "
-            "banned_lower_precision and fallthrough."),
+            (
+                "aten::addmm_ writes into an argument, so its inputs cannot be cast; allowed are banned, "
+                "banned_lower_precision and fallthrough."
+            ),
         ),
         (lambda: Policy("p", {"mm.out": "promote"}), "aten::mm.out writes into an argument"),
         (

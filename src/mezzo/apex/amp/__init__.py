@@ -14,7 +14,8 @@ Example:
 
 from mezzo.apex.amp._amp_state import _amp_state, master_params
 from mezzo.apex.amp.casts import disable_casts, init
-from mezzo.apex.amp.frontend import initialize, load_state_dict, state_dict
+from mezzo.apex.amp.checkpoints import load_state_dict, state_dict
+from mezzo.apex.amp.frontend import initialize
 from mezzo.apex.amp.registered import (
     float_function,
     half_function,

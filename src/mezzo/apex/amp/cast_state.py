@@ -137,26 +137,30 @@ def drop_dead() -> None:
     if dead is not None:
         torch.set_autocast_cache_enabled(here.forwards[dead][1])
         del here.forwards[dead:]
-    for place, switched in enumerate(here.switched):
-        if isinstance(switched.owner, FrameType) and switched.owner not in alive:
-            # In a region that was opened since, casts are as it says; it comes back to this when it is left.
-            if nesting() <= switched.nesting:
-                undo(place)
-            return
+    for place in reversed(range(len(here.switched))):
+        switched = here.switched[place]
+        is_dead = isinstance(switched.owner, FrameType) and switched.owner not in alive
+        # In a region that was opened since, casts are as it says; it comes back to this when it is left.
+        if is_dead and nesting() <= switched.nesting:
+            undo(place)
 
 
 def undo(place: int) -> None:
-    """Undo one change of the casts in this thread, and those inside of it.
+    """Undo one change of the casts in this thread.
 
     Args:
         place: Its place in ``HERE.switched``.
     """
     here = HERE
-    switched = here.switched[place]
-    for each in reversed(here.switched[place:]):
-        if each.watched is not None:
-            torch._C._dispatch_tls_set_dispatch_key_included(KEY, each.watched)
-    del here.switched[place:]
+    switched = here.switched.pop(place)
+    if place < len(here.switched):
+        # One that was begun later is still open, as in a generator: when it ends it puts back what this one had found.
+        later = here.switched[place]
+        later.flags = switched.flags
+        later.watched = switched.watched if later.watched is None else later.watched
+        return
+    if switched.watched is not None:
+        torch._C._dispatch_tls_set_dispatch_key_included(KEY, switched.watched)
     # A region that has ended since has put back what it had found.
     if nesting() >= switched.nesting:
         for device, enabled in switched.flags:

@@ -89,7 +89,9 @@ def _cast_mapping(value: Any, dtype: torch.dtype) -> Any:
     changed = {key: each for key, each in new.items() if each is not old[key]}
     if not changed:
         return value
-    if type(value) is dict or not isinstance(value, MutableMapping):
+    # A copy of another class may share what it holds with the user's own.
+    has_copies = isinstance(value, dict) or hasattr(type(value), "__copy__")
+    if type(value) is dict or not (isinstance(value, MutableMapping) and has_copies):
         return new
     made = copy.copy(value)
     for key, each in changed.items():

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mezzo.apex.amp import casts
 from mezzo.apex.amp._amp_state import _amp_state
+from mezzo.apex.amp.blocks import Block, block_around
 from mezzo.apex.amp.loss_scaler import LossScaler
-from mezzo.apex.amp.stash import AmpStash, stash_of
+from mezzo.apex.amp.stash import AmpStash, sharing, stash_of
 from mezzo.apex.amp.steps import recover
-from mezzo.apex.amp.unscaling import look, multiply, put_aside, put_back, unscale
 from mezzo.apex.amp.without_sync import is_without_sync
 from mezzo.errors import AmpError, AmpTypeError
-from mezzo.torch.master_copies import owner_of
-from mezzo.torch.master_places import take_in
 
 __all__ = ["scale_loss"]
 
@@ -54,8 +51,12 @@ def scale_loss(
         A context manager that gives the scaled loss.
 
     Raises:
-        AmpError: Before ``amp.initialize``, or an optimizer that it did not get; in the second case nothing has changed.
+        AmpError: Before ``amp.initialize``, an optimizer that it did not get, or a block inside of two of different scales.
+            Nothing has changed then.
         IndexError: There is no such scaler.
+
+    A block inside of another one of the same optimizer adds to the same gradients, so its loss is multiplied by the scale of
+    the outer one, and the outer one unscales. A step inside of a block gets unscaled gradients.
 
     After an exception in the block, gradients that were there before are unscaled again, and new ones are gone. Not to be
     used for the same optimizer by two threads at once. Inside of the block O1 casts nothing, so the backward pass runs as
@@ -92,21 +93,28 @@ def scale_loss(
     casts.ensure_here()
     scaler = _scaler(loss_id)
     stashes = _stashes(optimizers)
-    scale = scaler.loss_scale()
-    if scale == 1.0 and not scaler.dynamic:
+    around = block_around([*stashes, *sharing(stashes)])
+    unwatched = scaler.loss_scale() == 1.0 and not scaler.dynamic
+    if unwatched and around is None and all(stash.factor == 1.0 for stash in stashes):
         yield from _unwatched(loss.float(), stashes)
         return
-    # Under DDP's no_sync each rank has gradients of its own. All ranks are to take one decision, so it waits for the sum.
-    delay_unscale = delay_unscale or is_without_sync(stashes)
-    before = _enter(stashes, scale, (scaler, loss_id), aside=not delay_unscale)
+    block = Block(
+        [stash for stash in stashes if stash.block is None],
+        scaler.loss_scale() if around is None else around.scale,
+        [(scaler, loss_id)],
+        # Under DDP's no_sync each rank has gradients of its own. All ranks are to take one decision: it waits for the sum.
+        delay=delay_unscale or is_without_sync(stashes),
+        check=not (delay_overflow_check or unwatched),
+    )
+    if around is not None:
+        around.scalers.append((scaler, loss_id))
     try:
+        block.enter()
         with casts.without_casts():
-            yield loss.float() * scale
-            if not delay_unscale:
-                unscale(stashes, (scaler, loss_id), before.parameters, check=not delay_overflow_check)
-        put_back(before.aside, add=True)
+            yield loss.float() * block.scale
+            block.leave()
     except BaseException:
-        _abandon(stashes, before)
+        block.abandon()
         raise
     finally:
         casts.forget_weight_casts()
@@ -116,8 +124,6 @@ def _unwatched(scaled: Tensor, stashes: Sequence[AmpStash]) -> Iterator[Tensor]:
     """Give a loss whose scale is 1 for good: nobody looks at its gradients, as without amp."""
     for stash in stashes:
         recover(stash)
-    if any(stash.factor != 1.0 for stash in stashes):
-        _enter(stashes, 1.0, None)
     try:
         with casts.without_casts():
             yield scaled
@@ -153,77 +159,3 @@ def _stashes(optimizers: Any) -> list[AmpStash]:
             raise AmpError(msg)
         found[id(stash)] = stash
     return list(found.values())
-
-
-@dataclass
-class _Before:
-    """What a block finds.
-
-    Attributes:
-        factors: Of each optimizer.
-        parameters: Those of all of them.
-        having: The ids of those that had gradients.
-        aside: Gradients that are put aside.
-    """
-
-    factors: list[float]
-    parameters: list[Tensor] = field(default_factory=list)
-    having: set[int] = field(default_factory=set)
-    aside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-def _enter(
-    stashes: Sequence[AmpStash], scale: float, scaler: tuple[LossScaler, int] | None, *, aside: bool = False
-) -> _Before:
-    """Multiply the gradients that are there, so that the block can add to them."""
-    before = _Before([stash.factor for stash in stashes])
-    for stash in stashes:
-        recover(stash)
-        owner = owner_of(stash.optimizer)
-        if owner is not None:
-            # Groups that were added since get their masters before their first gradients come.
-            take_in(stash.optimizer, owner)
-        mine = stash.holders()
-        before.parameters = before.parameters + mine if before.parameters else mine
-        having = [one for one in mine if one.grad is not None and id(one) not in before.having]
-        if stash.pending is not None:
-            having = _after_overflow(stash, having, before)
-        before.having.update(map(id, having))
-        if having and aside and stash.factor == 1.0:
-            before.aside += put_aside(having)
-            having = [one for one in having if one.grad is not None]
-        if having and stash.factor != scale:
-            multiply(having, scale / stash.factor)
-        stash.factor, stash.scaler = scale, scaler
-    if len(stashes) > 1:
-        # One that several optimizers have is looked at once.
-        before.parameters = list({id(one): one for one in before.parameters}.values())
-    return before
-
-
-def _after_overflow(stash: AmpStash, having: list[Tensor], before: _Before) -> list[Tensor]:
-    """See whether the gradients that overflowed are still there.
-
-    If the user has zeroed them, the step that they would have spoilt is not skipped. If not, they are to spoil no other
-    loss's verdict: they are put aside for the block, and the step is skipped.
-    """
-    if not having or look(having):
-        stash.pending = None
-        return having
-    before.aside += put_aside(having, every=True)
-    return []
-
-
-def _abandon(stashes: Sequence[AmpStash], before: _Before) -> None:
-    """Undo `_enter` after an exception in the block."""
-    for one in before.parameters:
-        if one.grad is not None and id(one) not in before.having:
-            one.grad = None
-    done: set[int] = {id(one) for one, _ in before.aside}
-    for stash, factor in zip(stashes, before.factors, strict=True):
-        mine = [one for one in stash.having() if id(one) not in done]
-        if mine and stash.factor != factor:
-            multiply(mine, factor / stash.factor)
-        done.update(map(id, mine))
-        stash.factor = factor
-    put_back(before.aside, add=False)

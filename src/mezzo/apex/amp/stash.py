@@ -7,7 +7,9 @@ factor it is multiplied; the lists are made when they are read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +22,34 @@ from mezzo.torch.master_params import Master
 from mezzo.torch.master_steps import refresh_model
 
 if TYPE_CHECKING:
+    from mezzo.apex.amp.blocks import Block
     from mezzo.apex.amp.loss_scaler import LossScaler
-    from mezzo.apex.amp.steps import Begun
+    from mezzo.torch.closures import Kept
 
-__all__ = ["AmpStash", "attach_stash", "stash_of"]
+__all__ = ["AmpStash", "Begun", "attach_stash", "sharing", "stash_of"]
+
+_all: weakref.WeakSet[AmpStash] = weakref.WeakSet()
+_shared: dict[tuple[tuple[int, int], ...], tuple[list[AmpStash], dict[int, list[AmpStash]]]] = {}
+"""By how many parameters each optimizer has: all stashes, and which share some with which; the last answer only."""
+
+
+@dataclass
+class Begun:
+    """A step that is going on.
+
+    Attributes:
+        frame: Of PyTorch's wrapper around ``step``.
+        hidden: The gradients that were taken away.
+        kept: What is put back if the closure's gradients overflow.
+        failed: Whether they have.
+        scale: By what the gradients are to be multiplied after it again, since a block is open.
+    """
+
+    frame: FrameType
+    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kept: Kept | None = None
+    failed: bool = False
+    scale: float = 1.0
 
 
 class AmpStash:
@@ -34,6 +60,7 @@ class AmpStash:
         pending: The scaler for whose overflow the next step is to be skipped, and its ``loss_id``; None if it is to be made.
         begun: The step that is going on.
         scaler: The scaler of the last block, and its ``loss_id``.
+        block: The block that is open for this optimizer.
         warned: Whether a warning of gradients that were still scaled has been given.
         lazy_init_called: Whether masters are there; always, they are made by ``initialize``. Scripts set it.
         already_patched: Whether a skip is armed, as `pending` says.
@@ -45,8 +72,10 @@ class AmpStash:
         self.pending: tuple[LossScaler, int] | None = None
         self.begun: Begun | None = None
         self.scaler: tuple[LossScaler, int] | None = None
+        self.block: Block | None = None
         self.warned = False
         self.lazy_init_called = True
+        _all.add(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -115,6 +144,10 @@ class AmpStash:
     def _by_group(self, kind: type) -> list[list[Any]]:
         return [[one for one in group["params"] if isinstance(one, kind)] for group in self.optimizer.param_groups]
 
+    def size(self) -> int:
+        """Count the optimizer's parameters."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
     def holders(self) -> list[Tensor]:
         """List the tensors whose ``grad`` a backward pass writes to: the model's parameters, group by group."""
         return list(_holders(self.optimizer))
@@ -153,6 +186,39 @@ def attach_stash(optimizer: Any) -> None:
         one._lazy_init_maybe_master_weights = _nothing_left_to_do
         one._amp_lazy_init = _nothing_left_to_do
         one._master_params_to_model_params = _Refresh(stash)
+
+
+def sharing(stashes: Sequence[AmpStash]) -> list[AmpStash]:
+    """List the optimizers that have parameters of others too.
+
+    Args:
+        stashes: Of the others.
+
+    Returns:
+        Stashes that are none of these.
+    """
+    if len(_all) == len(stashes):
+        return []
+    alive = [stash for stash in _all if stash._optimizer() is not None]
+    sizes = tuple(
+        sorted((id(stash), sum(len(group["params"]) for group in stash.optimizer.param_groups)) for stash in alive)
+    )
+    if sizes not in _shared:
+        _shared.clear()
+        _shared[sizes] = alive, _find_sharing(alive)
+    _, near = _shared[sizes]
+    mine = set(map(id, stashes))
+    found = {id(other): other for stash in stashes for other in near.get(id(stash), ()) if id(other) not in mine}
+    return list(found.values())
+
+
+def _find_sharing(stashes: Sequence[AmpStash]) -> dict[int, list[AmpStash]]:
+    ids = {id(stash): set(map(id, stash.holders())) for stash in stashes}
+    return {
+        id(stash): [other for other in stashes if other is not stash and ids[id(other)] & ids[id(stash)]]
+        for stash in stashes
+        if any(other is not stash and ids[id(other)] & ids[id(stash)] for other in stashes)
+    }
 
 
 def _nothing_left_to_do() -> None:

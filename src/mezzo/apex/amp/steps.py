@@ -13,7 +13,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -23,13 +22,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from mezzo.apex.amp import casts
 from mezzo.apex.amp._amp_state import maybe_print
-from mezzo.apex.amp.stash import AmpStash, stash_of
-from mezzo.apex.amp.unscaling import unscale
+from mezzo.apex.amp.stash import AmpStash, Begun, sharing, stash_of
+from mezzo.apex.amp.unscaling import multiply, unscale
 from mezzo.torch.closures import Kept
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
 from mezzo.torch.master_hooks import watch_steps
 
-__all__ = ["Begun", "recover", "watch_amp_steps"]
+__all__ = ["recover", "watch_amp_steps"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -41,23 +40,6 @@ _STILL_SCALED = (
     "between. Gradients were unscaled now. Leave delay_unscale and no_sync out in the last block before a step, so that "
     "gradients can be clipped, and are summed over ranks."
 )
-
-
-@dataclass
-class Begun:
-    """A step that is going on.
-
-    Attributes:
-        frame: Of PyTorch's wrapper around ``step``.
-        hidden: The gradients that were taken away.
-        kept: What is put back if the closure's gradients overflow.
-        failed: Whether they have.
-    """
-
-    frame: FrameType
-    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    kept: Kept | None = None
-    failed: bool = False
 
 
 def watch_amp_steps() -> None:
@@ -77,8 +59,9 @@ def watch_amp_steps() -> None:
 def recover(stash: AmpStash) -> None:
     """See to a step that has raised: give gradients back that were out of sight."""
     if stash.begun is not None and not _is_running(stash.begun.frame):
-        _show(stash.begun)
-        stash.begun = None
+        begun, stash.begun = stash.begun, None
+        _show(begun)
+        _scale_again(stash, begun)
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -105,8 +88,7 @@ def _begin(stash: AmpStash, frame: FrameType, args: tuple[Any, ...], kwargs: dic
     stash.begun = Begun(frame)
     closures = [each for each in (*args[1:], *kwargs.values()) if _is_closure(each)]
     if not closures:
-        if stash.factor != 1.0:
-            _unscale_late(stash)
+        _unscale_for(stash, stash.begun)
         if stash.pending is not None:
             _hide(stash)
         casts.off_during(frame)
@@ -137,6 +119,7 @@ def _end(stash: AmpStash, begun: Begun) -> None:
         for one in stash.having():
             _zero(one)
         stash.pending = None
+    _scale_again(stash, begun)
 
 
 def _is_closure(given: object) -> bool:
@@ -157,20 +140,45 @@ class _Closure:
             return self._last
         with casts.with_casts():
             self._last = self._closure(*args, **kwargs)
-        if stash.factor != 1.0:
-            _unscale_late(stash)
+        _unscale_for(stash, self._begun)
         if stash.pending is not None:
             self._begun.failed = True
             _hide(stash)
         return self._last
 
 
-def _unscale_late(stash: AmpStash) -> None:
-    if not stash.warned:
-        stash.warned = True
-        warnings.warn(_STILL_SCALED, RuntimeWarning, stacklevel=2)
-    if stash.scaler is not None:
-        unscale([stash], stash.scaler, stash.holders())
+def _unscale_for(stash: AmpStash, begun: Begun) -> None:
+    """Let a step see unscaled gradients: in a block that is open, or after one that has left them scaled."""
+    if stash.factor == 1.0 and stash.block is None:
+        return
+    scalers = [stash.scaler] if stash.block is None and stash.scaler is not None else []
+    if stash.block is not None:
+        begun.scale, stash.block.judged = stash.block.scale, True
+        scalers = stash.block.scalers
+        together = [stash]
+    elif not stash.having():
+        stash.factor = 1.0
+        return
+    else:
+        together = [
+            stash,
+            *(other for other in sharing([stash]) if other.factor == stash.factor and other.block is None),
+        ]
+        if not stash.warned:
+            stash.warned = True
+            warnings.warn(_STILL_SCALED, RuntimeWarning, stacklevel=2)
+    parameters = {id(one): one for each in together for one in each.holders()}
+    unscale(together, list(parameters.values()), scalers, arm=together)
+
+
+def _scale_again(stash: AmpStash, begun: Begun) -> None:
+    """After a step in a block: bring gradients to the block's scale again, in which its losses add to them."""
+    if stash.block is None or begun.scale == 1.0:
+        return
+    if stash.factor != begun.scale:
+        multiply(stash.having(), begun.scale / stash.factor)
+        stash.factor = begun.scale
+    begun.scale = 1.0
 
 
 def _hide(stash: AmpStash) -> None:

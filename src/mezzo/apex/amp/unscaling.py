@@ -25,19 +25,17 @@ if TYPE_CHECKING:
     from mezzo.apex.amp.loss_scaler import LossScaler
     from mezzo.apex.amp.stash import AmpStash
 
-__all__ = ["look", "multiply", "put_aside", "put_back", "unscale"]
+__all__ = ["is_zero", "multiply", "put_aside", "put_back", "unscale"]
 
 
-@torch.no_grad()
 def multiply(parameters: Sequence[Tensor], factor: float) -> None:
-    """Multiply the gradients of parameters in place.
+    """Multiply the gradients of parameters in place, in float32 or wider: float16 does not have the factor 65536.
 
     Args:
         parameters: Each has a gradient, of any dtype and layout.
         factor: The factor.
     """
-    for gradients, _ in collect(parameters, {}).batches.values():
-        torch._foreach_mul_(gradients, factor)
+    _divide(parameters, 1.0 / factor, agree=False)
 
 
 def put_aside(parameters: Sequence[Tensor], *, every: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -78,47 +76,63 @@ def put_back(aside: Sequence[tuple[Tensor, Tensor]], *, add: bool) -> None:
 
 
 @runs_eagerly
-def look(parameters: Sequence[Tensor]) -> bool:
-    """Say whether all gradients of parameters are finite; reads the device."""
-    found = _divide(parameters, 1.0)
-    return found is None or not found.item()
+@torch.no_grad()
+def is_zero(parameters: Sequence[Tensor]) -> bool:
+    """Say whether all gradients of parameters are zero; reads the device."""
+    sums = [
+        one.float()
+        for gradients, _ in collect(parameters, {}).batches.values()
+        for one in torch._foreach_norm(gradients, 1)
+    ]
+    # NaN is not zero.
+    return not any(bool(one) for one in sums)
 
 
 @runs_eagerly
 def unscale(
-    stashes: Sequence[AmpStash], scaler: tuple[LossScaler, int], parameters: Sequence[Tensor], *, check: bool = True
+    stashes: Sequence[AmpStash],
+    parameters: Sequence[Tensor],
+    scalers: Sequence[tuple[LossScaler, int]],
+    *,
+    arm: Sequence[AmpStash],
+    check: bool = True,
+    again: bool = False,
 ) -> None:
-    """Divide the gradients of optimizers by their factors, look at them, and arm skips if they are not finite.
+    """Divide the gradients of optimizers by their factor, look at them, and arm skips if they are not finite.
 
     Args:
-        stashes: Of the optimizers of a block; their gradients are multiplied by one factor.
-        scaler: The scaler of the block's loss, and its ``loss_id``; it is told the verdict.
+        stashes: Of the optimizers; their gradients are multiplied by one factor.
         parameters: Those of the optimizers, each once.
+        scalers: Of the losses, each with its ``loss_id``; they are told the verdict.
+        arm: Whose steps are skipped if it is an overflow.
         check: If false nobody is told; the flag is left in ``_overflow_buf``.
+        again: Whether the scalers have been told that all was finite before, in the same block.
     """
-    loss_scaler, loss_id = scaler
-    found = _divide(parameters, stashes[0].factor if stashes else 1.0)
+    found = _divide(parameters, stashes[0].factor)
     for stash in stashes:
         stash.factor = 1.0
     if found is None:
         found = torch.zeros(())
-    loss_scaler._overflow_buf, loss_scaler._has_overflow = found, False
+    for scaler, _ in scalers:
+        scaler._overflow_buf, scaler._has_overflow = found, False
     if not check:
         return
     verdict = Verdict.FINITE if not found.item() else Verdict.INF
     if verdict is Verdict.INF:
-        counts = count(parameters)
-        nan, inf = counts.flags(found.device).tolist()
+        nan, inf = count(parameters).flags(found.device).tolist()
         verdict = Verdict.NAN if nan and not inf else Verdict.INF
-        for stash in stashes:
-            stash.pending = (loss_scaler, loss_id)
-    loss_scaler.take(verdict)
-    if verdict is not Verdict.FINITE or loss_scaler._nan_alone:
-        loss_scaler.tell(verdict, lambda: _describe(stashes, parameters))
+        for stash in arm:
+            stash.pending = scalers[0]
+    elif again:
+        return
+    for scaler, _ in {id(each): (each, at) for each, at in scalers}.values():
+        scaler.take(verdict)
+        if verdict is not Verdict.FINITE or scaler._nan_alone:
+            scaler.tell(verdict, lambda: _describe(stashes, parameters))
 
 
 @torch.no_grad()
-def _divide(parameters: Sequence[Tensor], factor: float) -> Tensor | None:
+def _divide(parameters: Sequence[Tensor], factor: float, *, agree: bool = True) -> Tensor | None:
     """Divide, and give a flag on a device that is not 0 if a value was not finite; None if there are no gradients."""
     gradients = collect(parameters, {})
     if not gradients.batches:
@@ -129,7 +143,8 @@ def _divide(parameters: Sequence[Tensor], factor: float) -> Tensor | None:
     flags = gradients.unscale_(inverse, found, look_again=factor < 1.0)
     if len(flags) > 1:
         found = add_up(list(flags.values()), device)
-    if gradients.originals:
+    if agree and gradients.originals:
+        # Of DTensors each rank sees its part.
         agree_(found, meshes(parameters), None)
     return found
 
