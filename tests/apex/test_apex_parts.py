@@ -280,3 +280,24 @@ def test_a_mixed_norm_has_a_weight(kind: Any) -> None:
     assert kind(4, elementwise_affine=True, memory_efficient=True).weight.shape == (4,)
     with pytest.raises(AmpError, match=rf"elementwise_affine=False is not there. {kind.__name__[5:]} has it."):
         kind(4, elementwise_affine=False)
+
+
+def test_norms_as_functions_are_pytorchs() -> None:
+    """Old BERT scripts call `FusedLayerNormAffineFunction.apply`."""
+    x, weight, bias = torch.randn(3, 8, requires_grad=True), torch.rand(8, requires_grad=True), torch.rand(8)
+    pairs = [
+        (normalization.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=1e-6)),
+        (normalization.fused_layer_norm_affine(x, weight, bias, (8,), 1e-3), F.layer_norm(x, [8], weight, bias, 1e-3)),
+        (normalization.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=1e-6)),
+        (normalization.fused_rms_norm_affine(x, weight, [8]), F.rms_norm(x, [8], weight, 1e-6)),
+        (normalization.FusedLayerNormFunction.apply(x, 8), F.layer_norm(x, [8], eps=1e-6)),
+        (
+            normalization.FusedLayerNormAffineFunction.apply(x, weight, bias, torch.Size([8])),
+            F.layer_norm(x, [8], weight, bias, 1e-6),
+        ),
+    ]
+    for found, wanted in pairs:
+        assert torch.equal(found, wanted)
+        assert torch.equal(
+            *(torch.autograd.grad(each.square().sum(), x, retain_graph=True)[0] for each in (found, wanted))
+        )

@@ -149,6 +149,19 @@ def test_a_checkpoint_of_apex_with_masters_beside_it() -> None:
         assert torch.equal(one, other)
 
 
+def test_masters_that_a_script_saves_by_itself_load_in_torch_loads_safe_way() -> None:
+    """NVIDIA's BERT has "master params": list(amp.master_params(optimizer)) in its checkpoints."""
+    model, optimizer = start("O2")
+    step(model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save({"master params": list(amp.master_params(optimizer))}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["master params"]
+    for one, other in zip(loaded, amp.master_params(optimizer), strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+
+
 def test_a_checkpoint_of_apex_without_masters_loads() -> None:
     model, optimizer = start("O2")
     model.load_state_dict({name: value.clone() for name, value in net().state_dict().items()})

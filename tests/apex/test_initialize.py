@@ -187,6 +187,24 @@ def test_an_optimizer_without_hooks_is_refused() -> None:
         assert model[0].weight.dtype is torch.float32
 
 
+def test_enabled_may_be_a_string_of_the_command_line() -> None:
+    model = net()
+    amp.initialize(model, opt_level="O2", enabled="False", verbosity=0)  # type: ignore[arg-type]
+    assert model[0].weight.dtype is torch.float32
+    with pytest.raises(AmpOptionError, match="enabled"):
+        amp.initialize(model, opt_level="O2", enabled="no", verbosity=0)  # type: ignore[arg-type]
+    amp.initialize(model, opt_level="O2", enabled="True", dtype="bfloat16", verbosity=0)  # type: ignore[arg-type]
+    assert model[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_of_another_model_is_told(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    amp.initialize(model, [sgd(net()), sgd(model)], opt_level=level)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
+    assert lines == ["Warning: none of the 6 parameters of this SGD are the models'."]
+
+
 def test_inference_needs_no_optimizer() -> None:
     for level in LEVELS:
         model = amp.initialize(net().eval(), opt_level=level, verbosity=0)

@@ -163,7 +163,18 @@ def groups_of_ranks(rank: int) -> tuple[list[int], list[int], list[str]]:
     return dist.get_process_group_ranks(own), dist.get_process_group_ranks(both), texts
 
 
+def flat_calls(rank: int) -> dict[str, Any]:
+    from mezzo.apex.parallel.distributed import flat_dist_call
+
+    mine = [torch.full((2, 2), float(rank)), torch.full((3,), rank, dtype=torch.int64), torch.full((1,), 10.0 * rank)]
+    means = [each.clone() for each in mine if each.is_floating_point()]
+    flat_dist_call(means, dist.all_reduce)
+    flat_dist_call(mine, dist.broadcast, (1,))
+    return {"means": [each.tolist() for each in means], "broadcast": [each.tolist() for each in mine]}
+
+
 CHECKS = [
+    flat_calls,
     gradients,
     large_gradients,
     positions,
@@ -270,6 +281,12 @@ def test_it_is_pytorchs_class_and_pytorch_warns_of_nothing() -> None:
 
 
 # Reducer
+
+
+def test_calls_over_many_tensors_in_one_piece(ranks: Ranks) -> None:
+    for found in ranks["flat_calls"]:
+        assert found["means"] == [[[0.5, 0.5], [0.5, 0.5]], [5.0]]
+        assert found["broadcast"] == [[[1.0, 1.0], [1.0, 1.0]], [1, 1, 1], [10.0]]
 
 
 def test_a_reducer_averages_the_gradients_there_are(ranks: Ranks) -> None:

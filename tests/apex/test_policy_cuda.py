@@ -154,6 +154,8 @@ ONLY_IN_APEX = {
         *("rnn_relu.data", "rnn_relu.input", "rnn_tanh.data", "rnn_tanh.input"),
         # Overloads that are newer than Apex.
         *("addmm.dtype", "baddbmm.dtype", "bmm.dtype", "mm.dtype"),
+        # Attention in one piece, on PyTorch's list for the CPU; under autocast it is not taken on CUDA.
+        *("_native_multi_head_attention", "_addmm_activation"),
     },
     CastPolicy.FP32: {
         *("gelu", "grid_sampler", "std", "std.dim", "std.correction", "var", "var.dim", "var.correction"),

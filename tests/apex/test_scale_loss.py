@@ -299,6 +299,13 @@ def test_a_loss_id_without_a_scaler_is_an_index_error(wrong: int) -> None:
         pass
 
 
+def test_a_loss_id_that_is_no_number_is_told() -> None:
+    model, optimizer = start("O1", num_losses=2)
+    for wrong in ("0", None, True, 1.0):
+        with pytest.raises(AmpTypeError, match="an int from 0; got"), amp.scale_loss(loss_of(model), optimizer, wrong):  # type: ignore[arg-type]
+            pass
+
+
 def test_the_model_may_be_named_and_inputs_stay() -> None:
     model, optimizer = start("O2")
     inputs, _ = batch()

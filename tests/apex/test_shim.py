@@ -102,7 +102,7 @@ def test_what_there_is_not_is_named_with_what_there_is(tmp_path: Path, statement
     assert message in said
 
 
-def test_submodules_that_there_are_not_are_named_with_those_there_are(tmp_path: Path) -> None:
+def test_submodules_that_there_are_not_are_named_with_what_is_public(tmp_path: Path) -> None:
     text = """
 for name in ("amp.opt", "optimizers.lion"):
     try:
@@ -111,14 +111,12 @@ for name in ("amp.opt", "optimizers.lion"):
         print(error)
 """
     amp, optimizers = output(write(tmp_path / "script.py", text)).splitlines()
-    assert amp.startswith("apex.amp is mezzo's here, and has no module 'opt'. Of its submodules there are apex.amp.")
-    for name in ("apex.amp._amp_state", "apex.amp.frontend", "initialize", "scale_loss", "master_params"):
+    assert amp.startswith("apex.amp is mezzo's here, and has no module 'opt'. Import what is public")
+    for name in ("initialize", "scale_loss", "master_params"):
         assert name in amp
     assert optimizers == (
-        "apex.optimizers is mezzo's here, and has no module 'lion'. Of its submodules there are "
-        "apex.optimizers.fused_adagrad, apex.optimizers.fused_adam, apex.optimizers.fused_lamb, "
-        "apex.optimizers.fused_novograd, apex.optimizers.fused_sgd, apex.optimizers.grouped, apex.optimizers.missing. "
-        "Import what is public from apex.optimizers itself: FusedAdagrad, FusedAdam, FusedLAMB, "
+        "apex.optimizers is mezzo's here, and has no module 'lion'. Import what is public from apex.optimizers itself: "
+        "FusedAdagrad, FusedAdam, FusedLAMB, "
         "FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD."
     )
 

@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mezzo.errors import AmpError
 
-__all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+]
 
 Shape = int | Sequence[int]
 
@@ -133,6 +145,79 @@ class MixedFusedRMSNorm(FusedRMSNorm):
             A tensor of the same shape in the dtype of the weight.
         """
         return super().forward(x.to(self.weight.dtype))
+
+
+# As functions, for scripts that call these.
+
+
+def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:  # noqa: A002 - PyTorch's name
+    """Normalize over the last dimensions, without weight and bias.
+
+    Args:
+        input: Floating, of shape ``(..., *normalized_shape)``.
+        normalized_shape: The shape of the last dimensions.
+        eps: Added to the variance.
+
+    Example:
+        >>> import torch
+        >>> fused_layer_norm(torch.tensor([[1.0, 3.0]]), 2).round()
+        tensor([[-1.,  1.]])
+    """
+    return functional.layer_norm(input, _shape(normalized_shape), eps=eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,  # noqa: A002 - PyTorch's name
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalize over the last dimensions, with weight and bias; arguments as in `fused_layer_norm`."""
+    return functional.layer_norm(input, _shape(normalized_shape), weight, bias, eps)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:  # noqa: A002 - PyTorch's name
+    """Divide by the root of the mean of squares, without weight; arguments as in `fused_layer_norm`."""
+    return functional.rms_norm(input, _shape(normalized_shape), eps=eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,  # noqa: A002 - PyTorch's name
+    weight: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Divide by the root of the mean of squares, with weight; arguments as in `fused_layer_norm`."""
+    return functional.rms_norm(input, _shape(normalized_shape), weight, eps)
+
+
+class FusedLayerNormFunction:
+    """What was an autograd function, for its ``apply``; autograd knows PyTorch's layer norm by itself."""
+
+    @staticmethod
+    def apply(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:  # noqa: A002 - PyTorch's name
+        """Call `fused_layer_norm`."""
+        return fused_layer_norm(input, normalized_shape, eps)
+
+
+class FusedLayerNormAffineFunction:
+    """What was an autograd function, for its ``apply``; autograd knows PyTorch's layer norm by itself."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,  # noqa: A002 - PyTorch's name
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalized_shape: Shape,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Call `fused_layer_norm_affine`."""
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)
+
+
+def _shape(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)
 
 
 def _listed(shape: Shape) -> int | list[int]:

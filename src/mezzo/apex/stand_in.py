@@ -90,11 +90,9 @@ def _explanation(name: str, path: Sequence[str] | None) -> str:
     part, _, rest = name.partition(".")
     theirs = [one for one in path or () if not one.startswith(FOLDER)]
     if part in PARTS:
-        modules = sorted(one for one in sys.modules if one.startswith(f"apex.{part}."))
         names = getattr(sys.modules.get(f"apex.{part}"), "__all__", ())
-        there = f" Of its submodules there are {', '.join(modules)}." if modules else ""
         return (
-            f"apex.{part} is mezzo's here, and has no module {rest!r}.{there} Import what is public from apex.{part} "
+            f"apex.{part} is mezzo's here, and has no module {rest!r}. Import what is public from apex.{part} "
             f"itself: {', '.join(names)}."
         )
     also = (

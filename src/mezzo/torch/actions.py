@@ -250,7 +250,11 @@ def _banned(spec: OpSpec, policy_name: str) -> Action:
 
 def _banned_lower_precision(spec: OpSpec, policy_name: str) -> Action:
     call = call_of(spec)
-    more = f"\n{_BINARY_CROSS_ENTROPY_ADVICE}" if spec.name == "aten::binary_cross_entropy" else ""
+    more = ""
+    if spec.name == "aten::binary_cross_entropy":
+        more = f"\n{_BINARY_CROSS_ENTROPY_ADVICE}"
+        if policy_name.startswith("apex-o1"):
+            more += "\nWith mezzo.apex: amp.register_float_function(torch, 'sigmoid') before amp.initialize."
 
     def action(args: Arguments, kwargs: Keywords, _: torch.dtype) -> Any:
         if not any(_is_low(value) for value in (*args, *kwargs.values())):

@@ -162,7 +162,7 @@ class Master:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         take_over_writes(self, look=True)
         data = self.values() if self.owner.settings.keeps_masters else None
-        return _rebuild, (data, self.model_param, self.owner, self.compensation)
+        return rebuild_master, (data, self.model_param, self.owner, self.compensation)
 
 
 class Made:
@@ -279,7 +279,8 @@ def take_over_writes(master: Master, *, look: bool = False) -> None:
         local(master.compensation).zero_()
 
 
-def _rebuild(data: Tensor | None, model_param: Tensor, owner: Owner, compensation: Tensor | None) -> Master:
+def rebuild_master(data: Tensor | None, model_param: Tensor, owner: Owner, compensation: Tensor | None) -> Master:
+    """Make a master that comes out of a pickle; arguments as in `make_master`, ``data`` None if it has no values."""
     return make_master(no_values(model_param) if data is None else data, model_param, owner, compensation)
 
 

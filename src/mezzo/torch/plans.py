@@ -120,7 +120,11 @@ Serve = Literal["changed", "repaired", "all"]
 FUSED_LAYER = "aten::_transformer_encoder_layer_fwd"
 """The inference of a whole `torch.nn.TransformerEncoderLayer`, which is watched if the ops inside are."""
 
-_IN_FUSED_LAYER = frozenset(("aten::_native_multi_head_attention", "aten::addmm", "aten::_addmm_activation"))
+_FUSED_ATTENTION = "aten::_native_multi_head_attention"
+"""Attention in inference. PyTorch does not look at the dtypes of what is inside: with weights cast and a bias not, it takes
+the bits of the one for the other. So a policy that leaves it alone has all of it in the dtypes that come in."""
+
+_IN_FUSED_LAYER = frozenset((_FUSED_ATTENTION, "aten::addmm", "aten::_addmm_activation"))
 
 
 @lru_cache(maxsize=256)
@@ -132,9 +136,12 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve, home
     for low in ("bfloat16", "float16"):
         served: dict[str, Served] = {}
         listed = native_rules(device_type) if home is None else table(home, low)
-        for op in sorted(_candidates(policy, rules, listed) | repairable):
+        whole = _run_whole(policy, rules, low, listed)
+        for op in sorted(_candidates(policy, rules, listed) | repairable | whole):
             own = listed.get(op)
             wanted = _wanted(policy, rules, op, low, own)
+            if wanted is None and op in whole:
+                wanted = CastPolicy.FALLTHROUGH
             # Nobody watches the ops inside of one that mezzo itself serves by the device's table.
             native = own if home is None else None
             repaired = policy.repairs and _may_fail(wanted, native, op in repairable)
@@ -150,6 +157,16 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve, home
     same = {op: s.rule for op, s in per_dtype[0].items()} == {op: s.rule for op, s in per_dtype[1].items()}
     left = frozenset(watched) if serve == "changed" else frozenset()
     return Plan(policy, device_type, per_dtype[0], per_dtype[0] if same else per_dtype[1], left)
+
+
+def _run_whole(
+    policy: Policy, rules: Mapping[str, Rule], low: str, listed: Mapping[str, CastPolicy]
+) -> frozenset[str]:
+    """Name the fused ops whose insides are not to be cast one by one: if the policy leaves attention alone, both."""
+    own = listed.get(_FUSED_ATTENTION)
+    if own is None or _wanted(policy, rules, _FUSED_ATTENTION, low, own) is not None:
+        return frozenset()
+    return frozenset((_FUSED_ATTENTION, FUSED_LAYER))
 
 
 def _may_fail(wanted: CastPolicy | None, own: CastPolicy | None, repairable: bool) -> bool:

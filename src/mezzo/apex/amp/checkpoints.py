@@ -6,11 +6,19 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mezzo.apex.amp._amp_state import _amp_state, maybe_print
 from mezzo.apex.amp.loss_scaler import LossScaler
 from mezzo.errors import AmpError
+from mezzo.torch.master_params import rebuild_master
+from mezzo.torch.master_settings import Owner, Settings
 
 __all__ = ["load_state_dict", "state_dict"]
+
+# Scripts save list(amp.master_params(optimizer)) in their checkpoints, and load these before `initialize`. torch.load takes
+# by itself only what it knows; masters are tensors and what `prepare` was told.
+torch.serialization.add_safe_globals([rebuild_master, Owner, Settings])
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mezzo.apex.amp.checks import (
 )
 from mezzo.apex.amp.loss_scaler import LossScaler
 from mezzo.apex.amp.models import cast_models
+from mezzo.apex.amp.option_values import PARSERS
 from mezzo.apex.amp.properties import Properties, describe, resolve
 from mezzo.apex.amp.stash import attach_stash
 from mezzo.apex.amp.steps import watch_amp_steps
@@ -99,7 +100,7 @@ def initialize(
     Source: the page ``apex.amp`` of Apex's documentation.
     """
     listed, given = as_list_of_models(models)[0], as_list_of_optimizers(optimizers)[0]
-    if not enabled:
+    if not PARSERS["enabled"](enabled, None):
         _disable(verbosity)
         return _returned(models, optimizers)
     overrides = {
@@ -126,9 +127,20 @@ def initialize(
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.verbosity = verbosity
+    _look_for_parameters(listed, inner)
     for line in describe(defaults, properties):
         maybe_print(line, rank0=True)
     return _returned(models, optimizers)
+
+
+def _look_for_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Say so if an optimizer has none of the models' parameters: mostly they were moved, copied or made anew since."""
+    mine = {id(one) for model in models for one in model.parameters()}
+    for optimizer in optimizers:
+        theirs = {id(getattr(one, "model_param", one)) for group in optimizer.param_groups for one in group["params"]}
+        if mine and theirs and not mine & theirs:
+            kind = type(optimizer).__name__
+            maybe_print(f"Warning: none of the {len(theirs)} parameters of this {kind} are the models'.", rank0=True)
 
 
 def _returned(models: Any, optimizers: Any) -> Any:
@@ -144,6 +156,8 @@ def _disable(verbosity: int) -> None:
 
 
 def _low_dtype(dtype: torch.dtype | None, cast_model_type: Any) -> torch.dtype | None:
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") in _BY_NAME:
+        dtype = _BY_NAME[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in _LOW:
         msg = f"dtype is torch.float16 or torch.bfloat16, got {dtype!r}."
         raise AmpOptionError(msg)

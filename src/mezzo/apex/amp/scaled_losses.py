@@ -133,6 +133,9 @@ def _unwatched(scaled: Tensor, stashes: Sequence[AmpStash]) -> Iterator[Tensor]:
 
 def _scaler(loss_id: int) -> LossScaler:
     scalers = _amp_state.loss_scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        msg = f"loss_id is the number of a loss, an int from 0; got {loss_id!r}."
+        raise AmpTypeError(msg)
     if not 0 <= loss_id < len(scalers):
         most = len(scalers) - 1
         msg = (

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mezzo.apex.parallel.flat import flat_dist_call
 from mezzo.errors import AmpError
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "flat_dist_call"]
 
 # The option that keeps forward passes from sending buffers around was renamed in PyTorch 2.13.
 _OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
