@@ -6,6 +6,7 @@ factor it is multiplied; the lists are made when they are read.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["AmpStash", "Begun", "attach_stash", "sharing", "stash_of"]
 
 _all: weakref.WeakSet[AmpStash] = weakref.WeakSet()
-_shared: dict[tuple[tuple[int, int], ...], tuple[list[AmpStash], dict[int, list[AmpStash]]]] = {}
-"""By how many parameters each optimizer has: all stashes, and which share some with which; the last answer only."""
+_numbers = itertools.count()
+_shared: dict[tuple[tuple[int, int], ...], dict[int, list[weakref.ref[AmpStash]]]] = {}
+"""By how many parameters each optimizer has: which share some with which, by number; the last answer only."""
 
 
 @dataclass
@@ -56,6 +58,7 @@ class AmpStash:
     """The state of one optimizer. In Apex a plain namespace; these of its names can be read.
 
     Attributes:
+        number: Of this stash, in the process.
         factor: By what the gradients are multiplied; 1.0 if they are not scaled.
         pending: The scaler for whose overflow the next step is to be skipped, and its ``loss_id``; None if it is to be made.
         begun: The step that is going on.
@@ -68,6 +71,7 @@ class AmpStash:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self.number = next(_numbers)
         self.factor = 1.0
         self.pending: tuple[LossScaler, int] | None = None
         self.begun: Begun | None = None
@@ -144,10 +148,6 @@ class AmpStash:
     def _by_group(self, kind: type) -> list[list[Any]]:
         return [[one for one in group["params"] if isinstance(one, kind)] for group in self.optimizer.param_groups]
 
-    def size(self) -> int:
-        """Count the optimizer's parameters."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
-
     def holders(self) -> list[Tensor]:
         """List the tensors whose ``grad`` a backward pass writes to: the model's parameters, group by group."""
         return list(_holders(self.optimizer))
@@ -199,26 +199,25 @@ def sharing(stashes: Sequence[AmpStash]) -> list[AmpStash]:
     """
     if len(_all) == len(stashes):
         return []
-    alive = [stash for stash in _all if stash._optimizer() is not None]
-    sizes = tuple(
-        sorted((id(stash), sum(len(group["params"]) for group in stash.optimizer.param_groups)) for stash in alive)
-    )
+    # Optimizers are held while they are looked at: they may be collected at any moment.
+    alive = [(stash, optimizer) for stash in _all if (optimizer := stash._optimizer()) is not None]
+    sizes = tuple(sorted((stash.number, sum(1 for _ in each_parameter_of(one))) for stash, one in alive))
     if sizes not in _shared:
         _shared.clear()
-        _shared[sizes] = alive, _find_sharing(alive)
-    _, near = _shared[sizes]
-    mine = set(map(id, stashes))
-    found = {id(other): other for stash in stashes for other in near.get(id(stash), ()) if id(other) not in mine}
-    return list(found.values())
+        _shared[sizes] = _find_sharing(alive)
+    near = [other() for stash in stashes for other in _shared[sizes].get(stash.number, ())]
+    return list({other.number: other for other in near if other is not None and other not in stashes}.values())
 
 
-def _find_sharing(stashes: Sequence[AmpStash]) -> dict[int, list[AmpStash]]:
-    ids = {id(stash): set(map(id, stash.holders())) for stash in stashes}
-    return {
-        id(stash): [other for other in stashes if other is not stash and ids[id(other)] & ids[id(stash)]]
-        for stash in stashes
-        if any(other is not stash and ids[id(other)] & ids[id(stash)] for other in stashes)
-    }
+def _find_sharing(
+    stashes: Sequence[tuple[AmpStash, torch.optim.Optimizer]],
+) -> dict[int, list[weakref.ref[AmpStash]]]:
+    found: dict[int, list[weakref.ref[AmpStash]]] = {}
+    ids = [(stash, set(map(id, _holders(optimizer)))) for stash, optimizer in stashes]
+    for (one, mine), (other, theirs) in itertools.permutations(ids, 2):
+        if mine & theirs:
+            found.setdefault(one.number, []).append(weakref.ref(other))
+    return found
 
 
 def _nothing_left_to_do() -> None:

@@ -14,7 +14,9 @@ __all__ = ["flat_dist_call"]
 
 
 @torch.no_grad()
-def flat_dist_call(tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None) -> None:
+def flat_dist_call(
+    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
     """Run a collective once for all tensors of a dtype, on a flat copy, and write the results back.
 
     Args:
