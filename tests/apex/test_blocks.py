@@ -277,3 +277,20 @@ def test_gradients_that_were_only_made_finite_are_not_stepped_with(level: str, h
     backward(model, optimizer, 2)
     optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(before, state_of(model, optimizer), strict=True))
+
+
+def test_a_block_is_told_once_however_many_optimizers_step_in_it() -> None:
+    model = net()
+    optimizers = [torch.optim.SGD([one], lr=0.01) for one in model.parameters()]
+    amp.initialize(model, optimizers, opt_level="O1", max_loss_scale=128.0, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    for overflow, wanted in ((False, (128.0, 1)), (True, (64.0, 0)), (False, (64.0, 1))):
+        with amp.scale_loss(loss_of(model), optimizers) as scaled:
+            scaled.backward()
+            for one, optimizer in zip(model.parameters(), optimizers, strict=True):
+                assert one.grad is not None
+                if overflow:
+                    one.grad.fill_(torch.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert (scaler.loss_scale(), scaler._unskipped) == wanted

@@ -212,6 +212,8 @@ def test_scales_are_loaded_by_their_number(capsys: pytest.CaptureFixture[str]) -
         ({"loss_scaler0": {"scale": 4.0}}, "An entry is"),
         ({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}, "An entry is"),
         ({"loss_scaler0": 4.0}, "An entry is"),
+        ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": -5}}, "not negative"),
+        ({"loss_scaler00": {"loss_scale": 2.0, "unskipped": 0}}, "unexpected keys"),
         ([1], "got list"),
     ],
 )

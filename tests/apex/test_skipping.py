@@ -390,3 +390,36 @@ def test_the_state_is_one_object_by_every_path() -> None:
     assert amp._amp_state.opt_properties.master_weights is True
     amp._amp_state.loss_scalers[0]._loss_scale = 2.0**20
     assert scale() == 2.0**20
+
+
+class Counting(torch.optim.SGD):
+    """Does things of its own in a step: counts in its groups and itself, and decays weights that have no gradient."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for one in group["params"]:
+                one.mul_(0.9)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_an_optimizer_does_by_itself_in_a_skipped_step_is_undone(level: str) -> None:
+    """Apex did not call the step at all."""
+    model, optimizer = start(level, optimizer=lambda model: Counting(model.parameters(), lr=0.01, momentum=0.9))
+    train(model, optimizer, 1)
+    before = state_of(model, optimizer)
+    backward(model, optimizer, 2, overflow=True)
+    optimizer.step()
+    assert same(state_of(model, optimizer), before)
+    assert optimizer.calls == 1
+    assert optimizer.param_groups[0]["step"] == 1
+    train(model, optimizer, 3)
+    assert optimizer.calls == 2
+    assert not same(state_of(model, optimizer), before)

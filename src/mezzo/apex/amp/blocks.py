@@ -16,6 +16,7 @@ from mezzo.apex.amp.stash import AmpStash, sharing
 from mezzo.apex.amp.steps import recover
 from mezzo.apex.amp.unscaling import is_zero, multiply, put_aside, put_back, unscale
 from mezzo.errors import AmpError
+from mezzo.scaling import Verdict
 from mezzo.torch.master_copies import owner_of
 from mezzo.torch.master_places import take_in
 
@@ -58,7 +59,7 @@ class Block:
 
     Attributes:
         opened: Those of `passed`, and the other optimizers that have some of their parameters.
-        judged: Whether a verdict has been given already, by a step in the block.
+        told: The verdict that the scalers have been told already, by a step in the block.
     """
 
     passed: list[AmpStash]
@@ -66,7 +67,7 @@ class Block:
     scalers: list[tuple[LossScaler, int]]
     delay: bool = False
     check: bool = True
-    judged: bool = False
+    told: Verdict | None = None
     opened: list[AmpStash] = field(default_factory=list)
     _factors: list[float] = field(default_factory=list)
     _parameters: list[Tensor] = field(default_factory=list)
@@ -79,8 +80,9 @@ class Block:
             recover(stash)
         others = [stash for stash in sharing(self.passed) if stash.block is None]
         # Gradients that are scaled already first: they may be some of those that another optimizer has too.
-        self.opened = sorted([*self.passed, *others], key=_is_unscaled) if others else self.passed
-        self._factors = [stash.factor for stash in self.opened]
+        opened = sorted([*self.passed, *others], key=_is_unscaled) if others else self.passed
+        self._factors = [stash.factor for stash in opened]
+        self.opened = opened
         for stash in self.opened:
             self._open(stash)
         if len(self.opened) > 1:
@@ -122,7 +124,7 @@ class Block:
     def leave(self) -> None:
         """End the block: unscale the gradients, tell the verdict."""
         if not self.delay and self.opened:
-            unscale(self.opened, self._parameters, self.scalers, check=self.check, arm=self.passed, again=self.judged)
+            unscale(self.opened, self._parameters, self.scalers, check=self.check, arm=self.passed, told=self.told)
         put_back(self._aside, add=True)
         self._close()
 

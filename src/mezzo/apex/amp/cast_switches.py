@@ -38,31 +38,30 @@ def casts_active() -> bool:
     return _started() is not None and not any(one.kind is DISABLED for one in HERE.switched)
 
 
-def _stop_watching() -> bool | None:
-    """Let calls reach PyTorch without a look of mezzo's, where none will need a repair.
+def _can_do_without_a_look(kind: str) -> bool:
+    """Say whether calls may reach PyTorch without a look of mezzo's, since none will need a repair.
 
-    In a backward pass that is what checkpoint runs again, which has run before; if none was repaired then, none will be.
+    In a backward pass there may be what checkpoint runs again; if no call was repaired the first time, none will be.
     """
-    if Repaired.ever or not _is_watching(KEY):
-        return None
-    _watch(KEY, False)
-    return True
+    return kind is OFF and not Repaired.ever and _is_watching(KEY)
 
 
 def _turn_off(kind: str, owner: object) -> None:
     here, started = HERE, _started()
-    watched = None
     if here.switched:
         drop_dead()
-    flags: Flags = ()
-    if started is not None:
-        flags = tuple([(device, _is_enabled(device)) for device in started.device_types])
-        for device, enabled in flags:
-            if enabled:
-                _set_enabled(device, False)
-        if kind is OFF:
-            watched = _stop_watching()
-    here.switched.append(Switched(kind, owner, flags, nesting(), watched))
+    if started is None:
+        here.switched.append(Switched(kind, owner, (), nesting()))
+        return
+    flags = tuple([(device, _is_enabled(device)) for device in started.device_types])
+    stops = _can_do_without_a_look(kind)
+    # First what undoes it: a KeyboardInterrupt may come at any line.
+    here.switched.append(Switched(kind, owner, flags, nesting(), True if stops else None))
+    for device, enabled in flags:
+        if enabled:
+            _set_enabled(device, False)
+    if stops:
+        _watch(KEY, False)
 
 
 def _turn_back(owner: object) -> None:
@@ -127,13 +126,12 @@ class with_casts:  # noqa: N801 - as above
         """Turn casts on."""
         flags = _flags_around()
         found = tuple([(device, _is_enabled(device)) for device, _ in flags])
+        starts = bool(flags) and not _is_watching(KEY)
+        HERE.switched.append(Switched(ON, self, found, nesting(), False if starts else None))
         for device, enabled in flags:
             _set_enabled(device, enabled)
-        watched = None
-        if flags and not _is_watching(KEY):
+        if starts:
             _watch(KEY, True)
-            watched = False
-        HERE.switched.append(Switched(ON, self, found, nesting(), watched))
 
     @not_compiled_alone
     def __exit__(self, *exc_info: object) -> Literal[False]:

@@ -101,12 +101,12 @@ def _entries(state_dict: Mapping[str, Any]) -> dict[int, tuple[float, int]]:
     unexpected = []
     for key, value in state_dict.items():
         number = str(key).removeprefix("loss_scaler")
-        if number == str(key) or not number.isdecimal():
+        if number == str(key) or not number.isdecimal() or number != str(int(number)):
             unexpected.append(key)
             continue
         try:
             scale = LossScaler(float(value["loss_scale"]), max_loss_scale=None).loss_scale()
-            found[int(number)] = scale, int(value["unskipped"])
+            found[int(number)] = scale, _count(value["unskipped"])
         except (KeyError, TypeError, ValueError) as error:
             msg = (
                 f"amp.load_state_dict got {value!r} for {key!r} ({type(error).__name__}: {error}). An entry is "
@@ -121,3 +121,11 @@ def _entries(state_dict: Mapping[str, Any]) -> dict[int, tuple[float, int]]:
         )
         raise AmpError(msg)
     return found
+
+
+def _count(number: Any) -> int:
+    count = int(number)
+    if count < 0:
+        msg = "a count is not negative"
+        raise ValueError(msg)
+    return count

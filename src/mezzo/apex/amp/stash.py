@@ -42,8 +42,9 @@ class Begun:
     Attributes:
         frame: Of PyTorch's wrapper around ``step``.
         hidden: The gradients that were taken away.
-        kept: What is put back if the closure's gradients overflow.
-        failed: Whether they have.
+        kept: What is put back if the step is not to be made.
+        failed: Whether it is so, as gradients have overflowed.
+        numbers: Attributes of the optimizer that are put back then.
         scale: By what the gradients are to be multiplied after it again, since a block is open.
     """
 
@@ -51,6 +52,7 @@ class Begun:
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kept: Kept | None = None
     failed: bool = False
+    numbers: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0
 
 

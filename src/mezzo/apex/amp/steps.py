@@ -90,10 +90,14 @@ def _begin(stash: AmpStash, frame: FrameType, args: tuple[Any, ...], kwargs: dic
     if not closures:
         _unscale_for(stash, stash.begun)
         if stash.pending is not None:
+            # What the step does by itself, as counting steps in its groups or decaying weights, is undone.
+            stash.begun.kept, stash.begun.failed = Kept(stash.optimizer), True
+            stash.begun.numbers = _numbers_of(stash.optimizer)
             _hide(stash)
         casts.off_during(frame)
         return None
     stash.begun.kept = Kept(stash.optimizer)
+    stash.begun.numbers = _numbers_of(stash.optimizer)
     casts.off_during(frame)
     instead = {id(each): _Closure(each, stash, stash.begun) for each in closures}
     changed = tuple(instead.get(id(each), each) for each in args)
@@ -113,6 +117,7 @@ def _end(stash: AmpStash, begun: Begun) -> None:
     casts.on_after(begun.frame)
     if begun.failed and begun.kept is not None:
         begun.kept.put_back()
+        vars(stash.optimizer).update(begun.numbers)
     _show(begun)
     if stash.pending is not None:
         # They would be added to those of the next block; Apex took them away here too.
@@ -120,6 +125,15 @@ def _end(stash: AmpStash, begun: Begun) -> None:
             _zero(one)
         stash.pending = None
     _scale_again(stash, begun)
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Give the counters that an optimizer keeps as attributes, but for PyTorch's own."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, bool | int | float) and not name.startswith("_opt")
+    }
 
 
 def _is_closure(given: object) -> bool:
@@ -151,24 +165,20 @@ def _unscale_for(stash: AmpStash, begun: Begun) -> None:
     """Let a step see unscaled gradients: in a block that is open, or after one that has left them scaled."""
     if stash.factor == 1.0 and stash.block is None:
         return
-    scalers = [stash.scaler] if stash.block is None and stash.scaler is not None else []
-    if stash.block is not None:
-        begun.scale, stash.block.judged = stash.block.scale, True
-        scalers = stash.block.scalers
-        together = [stash]
-    elif not stash.having():
+    block = stash.block
+    if block is not None:
+        begun.scale = block.scale
+        block.told = unscale([stash], stash.holders(), block.scalers, arm=[stash], told=block.told)
+        return
+    if not stash.having():
         stash.factor = 1.0
         return
-    else:
-        together = [
-            stash,
-            *(other for other in sharing([stash]) if other.factor == stash.factor and other.block is None),
-        ]
-        if not stash.warned:
-            stash.warned = True
-            warnings.warn(_STILL_SCALED, RuntimeWarning, stacklevel=2)
+    if not stash.warned:
+        stash.warned = True
+        warnings.warn(_STILL_SCALED, RuntimeWarning, stacklevel=2)
+    together = [stash, *(other for other in sharing([stash]) if other.factor == stash.factor and other.block is None)]
     parameters = {id(one): one for each in together for one in each.holders()}
-    unscale(together, list(parameters.values()), scalers, arm=together)
+    unscale(together, list(parameters.values()), [] if stash.scaler is None else [stash.scaler], arm=together)
 
 
 def _scale_again(stash: AmpStash, begun: Begun) -> None:

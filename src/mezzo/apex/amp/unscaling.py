@@ -96,8 +96,8 @@ def unscale(
     *,
     arm: Sequence[AmpStash],
     check: bool = True,
-    again: bool = False,
-) -> None:
+    told: Verdict | None = None,
+) -> Verdict | None:
     """Divide the gradients of optimizers by their factor, look at them, and arm skips if they are not finite.
 
     Args:
@@ -106,7 +106,10 @@ def unscale(
         scalers: Of the losses, each with its ``loss_id``; they are told the verdict.
         arm: Whose steps are skipped if it is an overflow.
         check: If false nobody is told; the flag is left in ``_overflow_buf``.
-        again: Whether the scalers have been told that all was finite before, in the same block.
+        told: What the scalers have been told before in the same block; they hear of one overflow, or one good pass.
+
+    Returns:
+        What they have been told now; None if nothing.
     """
     found = _divide(parameters, stashes[0].factor)
     for stash in stashes:
@@ -116,19 +119,20 @@ def unscale(
     for scaler, _ in scalers:
         scaler._overflow_buf, scaler._has_overflow = found, False
     if not check:
-        return
+        return told
     verdict = Verdict.FINITE if not found.item() else Verdict.INF
     if verdict is Verdict.INF:
         nan, inf = count(parameters).flags(found.device).tolist()
         verdict = Verdict.NAN if nan and not inf else Verdict.INF
         for stash in arm:
             stash.pending = scalers[0]
-    elif again:
-        return
+    if told is not None and (verdict is Verdict.FINITE or told is not Verdict.FINITE):
+        return told
     for scaler, _ in {id(each): (each, at) for each, at in scalers}.values():
         scaler.take(verdict)
         if verdict is not Verdict.FINITE or scaler._nan_alone:
             scaler.tell(verdict, lambda: _describe(stashes, parameters))
+    return verdict
 
 
 @torch.no_grad()
