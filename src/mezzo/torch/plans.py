@@ -159,9 +159,7 @@ def _cached_plan(policy: Policy, name: str, device_type: str, serve: Serve, home
     return Plan(policy, device_type, per_dtype[0], per_dtype[0] if same else per_dtype[1], left)
 
 
-def _run_whole(
-    policy: Policy, rules: Mapping[str, Rule], low: str, listed: Mapping[str, CastPolicy]
-) -> frozenset[str]:
+def _run_whole(policy: Policy, rules: Mapping[str, Rule], low: str, listed: Mapping[str, CastPolicy]) -> frozenset[str]:
     """Name the fused ops whose insides are not to be cast one by one: if the policy leaves attention alone, both."""
     own = listed.get(_FUSED_ATTENTION)
     if own is None or _wanted(policy, rules, _FUSED_ATTENTION, low, own) is not None:
