@@ -78,3 +78,15 @@ def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 def scale(index: int = 0) -> float:
     return amp._amp_state.loss_scalers[index].loss_scale()
+
+
+TOLERANCE = 2e-2
+"""Half the digits of float16, in a sum over a batch of twelve; of the largest gradient."""
+
+
+def close(found: list[Tensor], wanted: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    """Assert that gradients are near those in float32."""
+    assert len(found) == len(wanted)
+    largest = max(float(each.abs().max()) for each in wanted)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.0, atol=tolerance * largest)

@@ -14,6 +14,7 @@ from mezzo.errors import AmpError
 from .nets import (
     LEVELS,
     backward,
+    close,
     gradients,
     loss_of,
     net,
@@ -24,13 +25,6 @@ from .nets import (
     start,
     state_of,
 )
-
-
-def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    """To half the digits of float16, of the largest gradient."""
-    largest = max(float(each.abs().max()) for each in wanted)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=0.0, atol=2e-2 * largest)
 
 
 def two_optimizers(level: str, **options: Any) -> tuple[nn.Sequential, list[Any]]:

@@ -20,8 +20,10 @@ from mezzo.apex.parallel import LARC
 from .loops import alike, copies, same
 from .nets import (
     LEVELS,
+    TOLERANCE,
     backward,
     batch,
+    close,
     gradients,
     loss_of,
     net,
@@ -32,16 +34,6 @@ from .nets import (
     start,
     state_of,
 )
-
-# Half the digits of float16, of the largest gradient.
-TOLERANCE = 2e-2
-
-
-def close(found: list[Tensor], wanted: list[Tensor], tolerance: float = TOLERANCE) -> None:
-    assert len(found) == len(wanted)
-    largest = max(float(each.abs().max()) for each in wanted)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=0.0, atol=tolerance * largest)
 
 
 def bce(logits: Tensor, label: float) -> Tensor:

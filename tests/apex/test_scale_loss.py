@@ -11,8 +11,10 @@ from mezzo.errors import AmpError, AmpTypeError
 
 from .nets import (
     LEVELS,
+    TOLERANCE,
     backward,
     batch,
+    close,
     gradients,
     loss_of,
     net,
@@ -23,16 +25,6 @@ from .nets import (
     start,
     state_of,
 )
-
-# Half the digits of float16, in a sum over a batch of twelve; of the largest gradient.
-TOLERANCE = 2e-2
-
-
-def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(found) == len(wanted)
-    largest = max(float(each.abs().max()) for each in wanted)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=0.0, atol=TOLERANCE * largest)
 
 
 @pytest.mark.parametrize("level", LEVELS)
