@@ -423,3 +423,15 @@ def test_what_an_optimizer_does_by_itself_in_a_skipped_step_is_undone(level: str
     train(model, optimizer, 3)
     assert optimizer.calls == 2
     assert not same(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_skip_of_pytorchs_optimizers_copies_no_state(level: str) -> None:
+    model, optimizer = start(level)
+    train(model, optimizer, 1)
+    before = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert before
+    backward(model, optimizer, 2, overflow=True)
+    optimizer.step()
+    after = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert all(one is other for one, other in zip(before, after, strict=True))

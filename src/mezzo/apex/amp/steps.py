@@ -90,9 +90,10 @@ def _begin(stash: AmpStash, frame: FrameType, args: tuple[Any, ...], kwargs: dic
     if not closures:
         _unscale_for(stash, stash.begun)
         if stash.pending is not None:
-            # What the step does by itself, as counting steps in its groups or decaying weights, is undone.
-            stash.begun.kept, stash.begun.failed = Kept(stash.optimizer), True
-            stash.begun.numbers = _numbers_of(stash.optimizer)
+            if not _needs_gradients(stash.optimizer):
+                # What the step does by itself, as counting steps in its groups or decaying weights, is undone.
+                stash.begun.kept, stash.begun.failed = Kept(stash.optimizer), True
+                stash.begun.numbers = _numbers_of(stash.optimizer)
             _hide(stash)
         casts.off_during(frame)
         return None
@@ -125,6 +126,11 @@ def _end(stash: AmpStash, begun: Begun) -> None:
             _zero(one)
         stash.pending = None
     _scale_again(stash, begun)
+
+
+def _needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a step is known to do nothing without gradients, so that no copy of the state is needed to undo it."""
+    return getattr(type(optimizer).step, "__module__", "").startswith(("torch.optim.", "mezzo.apex.optimizers."))
 
 
 def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
