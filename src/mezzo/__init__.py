@@ -14,11 +14,14 @@ from importlib.metadata import version as _version
 from .builtin import builtin_names, builtin_policy
 from .decision import CastPolicy, input_dtypes
 from .errors import (
+    ArrayTypeError,
     BannedOpError,
     DeviceError,
     DtypeError,
     MezzoError,
+    MutationError,
     NonFiniteNormError,
+    OptionError,
     PolicyError,
     PolicyFileError,
     RegionError,
@@ -49,10 +52,13 @@ __all__ = [
     "ScaleState",
     "Verdict",
     "MezzoError",
+    "ArrayTypeError",
     "BannedOpError",
     "DeviceError",
     "DtypeError",
+    "MutationError",
     "NonFiniteNormError",
+    "OptionError",
     "PolicyError",
     "PolicyFileError",
     "RegionError",

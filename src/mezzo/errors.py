@@ -13,11 +13,14 @@ __all__ = [
     "AmpError",
     "AmpOptionError",
     "AmpTypeError",
+    "ArrayTypeError",
     "BannedOpError",
     "DeviceError",
     "DtypeError",
     "MezzoError",
+    "MutationError",
     "NonFiniteNormError",
+    "OptionError",
     "PolicyError",
     "PolicyFileError",
     "PreparationError",
@@ -95,6 +98,18 @@ class NonFiniteNormError(MezzoError, RuntimeError):
 
 class PreparationError(MezzoError, RuntimeError, ValueError):
     """A model or optimizer cannot be prepared for low-precision parameters, or cannot be worked with once it is."""
+
+
+class OptionError(MezzoError, ValueError):
+    """An option has a value that is not allowed."""
+
+
+class ArrayTypeError(MezzoError, TypeError):
+    """A function was given, or returned, something that stands for numbers and is no array of its framework."""
+
+
+class MutationError(MezzoError, RuntimeError):
+    """A function that was to be traced changed state in place, which would have been lost."""
 
 
 class AmpError(MezzoError, RuntimeError):

@@ -1,0 +1,254 @@
+"""How an equation is caught: its plan is carried out, or it is handed to what knows how to enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from mezzo.decision import CastPolicy
+from mezzo.errors import BannedOpError
+
+from .casting import Plan, is_repeated, opaque, plan_equation, traced_dtypes
+from .internals import Equation, bind, name_stack_text, shape_of, source_of
+from .observing import Event
+from .ops import canonical, is_known, traits, warn_unknown
+from .scopes import AUTOCAST, DISABLED
+from .settings import Settings
+from .values import Storage, Value, cast, combine, dtype_name, dtype_of, is_float
+
+__all__ = ["Context", "Handler", "apply_equation", "handles", "run_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where the rewrite is.
+
+    Attributes:
+        settings: What autocast was asked for.
+        record: What takes the events; None if nobody watches.
+        key: The places of the enclosing equations, and of this one.
+        path: The enclosing equations in words.
+    """
+
+    settings: Settings
+    record: Callable[[Event], None] | None = None
+    key: tuple[Any, ...] = ()
+    path: tuple[str, ...] = ()
+
+    def inside(self, place: Any, word: str = "") -> Context:
+        """Give the context of a jaxpr inside of an equation."""
+        if self.record is None:
+            return self
+        return replace(self, key=(*self.key, place), path=(*self.path, word) if word else self.path)
+
+
+Handler = Callable[[Equation, Sequence[Value], Context], list[Value]]
+_HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Make a function the one that enters certain primitives."""
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def apply_equation(equation: Equation, operands: Sequence[Value], context: Context) -> list[Value]:
+    """Bind one equation of the traced program under the policy.
+
+    Args:
+        equation: The equation.
+        operands: Its operands as they are now.
+        context: Where it stands.
+
+    Returns:
+        Its results.
+
+    Raises:
+        BannedOpError: The policy bans it.
+    """
+    primitive = canonical(equation.primitive.name)
+    scopes = name_stack_text(equation.source_info.name_stack)
+    if DISABLED in scopes:
+        return run_plan(equation, primitive, operands, opaque(equation, "disabled()"), context)
+    if AUTOCAST in scopes:
+        return run_plan(equation, primitive, operands, opaque(equation, "inside another autocast"), context)
+    _refuse_banned(equation, primitive, operands, context.settings)
+    handler = _HANDLERS.get(primitive)
+    if handler is not None:
+        return handler(equation, operands, context)
+    if not is_known(primitive):
+        warn_unknown(primitive)
+        if context.settings.rule(primitive) is not CastPolicy.OPAQUE:
+            return run_plan(equation, primitive, operands, opaque(equation, "unknown primitive"), context)
+    return run_plan(
+        equation, primitive, operands, plan_equation(equation, primitive, operands, context.settings), context
+    )
+
+
+def run_plan(
+    equation: Equation, primitive: str, operands: Sequence[Value], plan: Plan, context: Context
+) -> list[Value]:
+    """Cast the operands as planned, bind the equation, and mark the results."""
+    arrays = [
+        value.array if target is None else _cast_operand(value, target, equation, primitive)
+        for value, target in zip(operands, plan.targets, strict=True)
+    ]
+    results = bind(equation, arrays, **plan.parameters)
+    if context.record is not None:
+        record(equation, primitive, plan.rule, plan.reason, operands, arrays, results, context)
+    return _marked(equation, primitive, operands, results, plan)
+
+
+def record(
+    equation: Equation,
+    primitive: str,
+    rule: str,
+    reason: str,
+    operands: Sequence[Value],
+    arrays: Sequence[Any],
+    results: Sequence[Any],
+    context: Context,
+) -> None:
+    """Tell the observer what was done with an equation."""
+    if context.record is None:
+        return
+    event = Event(
+        key=context.key,
+        path=context.path,
+        primitive=primitive,
+        rule=str(rule),
+        reason=reason,
+        traced_in=_names(atom.aval for atom in equation.invars),
+        traced_out=_names(atom.aval for atom in equation.outvars),
+        came=_names(value.array for value in operands),
+        used=_names(arrays),
+        gave=_names(results),
+        shapes_in=tuple(map(shape_of, equation.invars)),
+        shapes_out=tuple(map(shape_of, equation.outvars)),
+        eqn=equation,
+    )
+    context.record(event)
+
+
+def _names(things: Any) -> tuple[str, ...]:
+    return tuple(dtype_name(dtype_of(thing)) for thing in things)
+
+
+def _refuse_banned(equation: Equation, primitive: str, operands: Sequence[Value], settings: Settings) -> None:
+    rule = settings.rule(primitive)
+    if rule not in (CastPolicy.BANNED, CastPolicy.BANNED_LOWER_PRECISION):
+        return
+    came = [dtype_name(dtype_of(value.array)) for value in operands]
+    low = [name for name in came if name in ("bfloat16", "float16") or name.startswith(("float8", "float4"))]
+    if rule is CastPolicy.BANNED_LOWER_PRECISION and not low:
+        return
+    msg = (
+        f"{primitive} is {rule} by the policy {settings.policy.name!r}, and {source_of(equation)} calls it with "
+        f"{', '.join(came)}. Call it inside mezzo.jax.disabled(), or give it another rule: "
+        f"policy.override({{{primitive!r}: 'fp32'}})."
+    )
+    if rule is CastPolicy.BANNED or low:
+        raise BannedOpError(msg)
+
+
+# Operands
+
+
+def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str) -> Any:
+    array = value.array
+    if array.dtype == target:
+        return array
+    if target == jnp.float32 or value.storage is Storage.NO or not is_repeated(value, equation, primitive):
+        return _saturated(value, target) if value.storage is Storage.REPEATED else cast(array, target)
+    # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.
+    shape = shape_of(equation.outvars[0])
+    if _is_mask_like(array):
+        return lax.broadcast_in_dim(_saturating_cast(array, target), shape, tuple(range(len(shape))))
+    return cast(lax.broadcast_in_dim(array, shape, tuple(range(len(shape)))), target)
+
+
+def _saturated(value: Value, target: Any) -> Any:
+    if target != jnp.float32 and _is_mask_like(value.array):
+        return _saturating_cast(value.array, target)
+    return cast(value.array, target)
+
+
+def _is_mask_like(array: Any) -> bool:
+    """Say whether a stored array may be an additive mask, such as ``-1e9`` in float16: a bias has one dimension."""
+    return sum(1 for size in array.shape if size != 1) > 1
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _saturating_cast(array: Any, dtype: Any) -> Any:
+    """Cast so that finite numbers stay finite: a row that is masked with finite numbers must not become NaN."""
+    largest = jnp.asarray(jnp.finfo(dtype).max, dtype)
+    low = lax.convert_element_type(array, dtype)
+    return lax.select(lax.is_finite(array), lax.clamp(-largest, low, largest), low)
+
+
+@_saturating_cast.defjvp
+def _saturating_cast_jvp(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    # The derivative of a plain cast: nothing has to be kept for the backward pass.
+    return _saturating_cast(primals[0], dtype), lax.convert_element_type(tangents[0], dtype)
+
+
+# Results
+
+
+def _marked(
+    equation: Equation, primitive: str, operands: Sequence[Value], results: Sequence[Any], plan: Plan
+) -> list[Value]:
+    if plan.reason == "literals only":
+        numbers = _constants(primitive, operands)
+        return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
+    if "moves" in traits(primitive) and len(results) == 1:
+        return [replace(operands[0], array=results[0], storage=_moved(equation, operands[0]))]
+    return [Value(result) for result in results]
+
+
+def _constants(primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
+    numbers = [value.constants for value in operands if value.constants is not None]
+    if "moves" in traits(primitive):
+        return numbers[0]
+    return combine(primitive, numbers)
+
+
+def _moved(equation: Equation, operand: Value) -> Storage:
+    """Say whether what was stored is repeated now."""
+    if operand.storage is not Storage.SAME:
+        return operand.storage
+    before = [size for size in operand.array.shape if size != 1]
+    after = [size for size in shape_of(equation.outvars[0]) if size != 1]
+    grows = canonical(equation.primitive.name) in ("broadcast_in_dim", "broadcast_to", "tile") and before != after
+    return Storage.REPEATED if grows else Storage.SAME
+
+
+# Casts that the user wrote
+
+
+@handles("convert_element_type")
+def _convert(equation: Equation, operands: Sequence[Value], context: Context) -> list[Value]:
+    """Honour a cast between float dtypes. One to the same dtype only made a weak type strong, so it is none."""
+    (value,), old, new = operands, traced_dtypes(equation.invars)[0], traced_dtypes(equation.outvars)[0]
+    primitive = "convert_element_type"
+    if not (is_float(old) and is_float(new)) or context.settings.rule(primitive) is CastPolicy.OPAQUE:
+        plan = opaque(equation, "") if is_float(old) and is_float(new) else Plan("no floats", "", [None])
+        (result,) = run_plan(equation, primitive, operands, plan, context)
+        masks = frozenset({0.0, 1.0}) if old == jnp.bool_ and is_float(new) else None
+        return [Value(result.array, masks)]
+    if old == new:
+        record(equation, primitive, "no cast", "", operands, [value.array], [value.array], context)
+        return [value]
+    result = cast(value.array, new)
+    record(equation, primitive, "explicit cast", "", operands, [value.array], [result], context)
+    return [Value(result, value.constants)]
