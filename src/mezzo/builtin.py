@@ -10,15 +10,16 @@ from . import tables
 from .decision import CastPolicy
 from .errors import PolicyError, UnknownPolicyError, near
 from .policy import Policy
-from .rules import Rule
+from .rules import Rule, device_rules
+from .vocabulary import vocabulary
 
 __all__ = ["PolicyLike", "builtin_names", "builtin_policy", "resolve_policy"]
 
 PolicyLike = str | Path | Policy
 """What ``policy=`` takes: a built-in name, the path of a TOML file, or a `Policy`."""
 
-_NAMES: Final = ("default", "torch", "unified", "fp32")
 _APEX: Final = "apex-o1"
+_NAMES: Final = {"torch": ("default", "torch", "unified", "fp32", _APEX), "jax": ("default", "unified", "fp32")}
 
 
 def builtin_names(framework: str = "torch") -> tuple[str, ...]:
@@ -34,8 +35,8 @@ def builtin_names(framework: str = "torch") -> tuple[str, ...]:
         >>> builtin_names()[:5]
         ('default', 'torch', 'unified', 'fp32', 'apex-o1')
     """
-    own = (_APEX,) if framework == "torch" else ()
-    return (*_NAMES, *own, *tables.devices(framework))
+    devices = tables.devices(framework)
+    return (*_NAMES[framework], *devices)
 
 
 @cache
@@ -48,7 +49,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
             devices, the CUDA list and the entries that only the CPU list has. ``"fp32"``: every listed op in float32,
             whatever comes in. ``"apex-o1"``, for PyTorch's ops only: the lists of Apex's O1, the same on every device.
             Or a device's name, for that device's table as a policy.
-        framework: For whose ops.
+        framework: For whose ops. JAX has ``"default"``, ``"unified"`` and ``"xla"``, which all have the rules of mezzo's one
+            table for XLA, and ``"fp32"``: every primitive that computes in float32; ``"opaque"`` is the default of each.
 
     Returns:
         The policy; the same object at every call.
@@ -60,6 +62,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         >>> builtin_policy("unified").rule("softmax")
         <CastPolicy.FP32_SET_OPT_DTYPE: 'fp32_set_opt_dtype'>
     """
+    if framework == "jax":
+        return _jax(name)
     if name in ("default", "torch"):
         return Policy(name, default="device", framework=framework, repairs=name == "default")
     if name == "unified":
@@ -67,12 +71,35 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
     if name == "fp32":
         return _named("fp32", _fp32(framework), framework)
     if name == _APEX:
-        return _apex(framework)
+        return _named(_APEX, dict(tables.apex_lists()), framework)
     if name in tables.devices(framework):
         return Policy.from_table(name, framework=framework)
+    raise UnknownPolicyError(_unknown(name, framework))
+
+
+def _unknown(name: str, framework: str) -> str:
     known = builtin_names(framework)
-    msg = f"{name!r} is no built-in policy; allowed are {', '.join(known)}.{near(name, known)}"
-    raise UnknownPolicyError(msg)
+    return f"{name!r} is no built-in policy; allowed are {', '.join(known)}.{near(name, known)}"
+
+
+def _jax(name: str) -> Policy:
+    """JAX's functions are traced before a device is known, so "default" and "unified" are the one table there is."""
+    if name in ("torch", _APEX):
+        msg = (
+            f"{name!r} is for PyTorch's ops, and 'jax' has no policy of that name; ask for framework='torch', or for one "
+            f"of {', '.join(builtin_names('jax'))}."
+        )
+        raise UnknownPolicyError(msg)
+    if name not in builtin_names("jax"):
+        raise UnknownPolicyError(_unknown(name, "jax"))
+    if name == "xla":
+        return Policy.from_table("xla", framework="jax")
+    rules = device_rules("xla", "jax")
+    if name == "fp32":
+        rules |= dict.fromkeys(
+            (op for op, traits in vocabulary("jax").traits.items() if "compute" in traits), CastPolicy.FP32
+        )
+    return Policy(name, rules, framework="jax")
 
 
 def _named(name: str, rules: dict[str, Rule], framework: str) -> Policy:
@@ -96,15 +123,6 @@ def _fp32(framework: str) -> dict[str, Rule]:
     listed = [op for device in tables.devices(framework) for op in tables.device_table(device, framework)]
     listed += [op for device in tables.devices(framework) for op in tables.own_kernels(device, framework)]
     return dict.fromkeys(listed, CastPolicy.FP32)
-
-
-def _apex(framework: str) -> Policy:
-    if framework != "torch":
-        msg = (
-            f"{_APEX!r} is for PyTorch's ops, and {framework!r} has no policy of that name; ask for framework='torch'."
-        )
-        raise UnknownPolicyError(msg)
-    return _named(_APEX, dict(tables.apex_lists()), framework)
 
 
 @lru_cache(maxsize=32)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import tables
 from .decision import LOW_DTYPES, CastPolicy, input_dtypes
+from .primitive_effects import primitive_effects
 from .rules import ByDtype, Rule
 from .vocabulary import vocabulary
 
@@ -52,9 +53,11 @@ class OpExplanation:
         rule: The rule in force; None if the op is not listed and the default is to leave it alone, ``"device"`` if the
             device's own table decides, ``"own"`` for a kernel of the framework's that no cast policy describes.
         origin: Where the rule was set.
-        inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op.
+        inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op. Empty for an
+            ``opaque`` rule of JAX's: whatever comes in, the op gets the dtypes that were traced.
         served_by: Whose kernel casts; empty if no device was named.
         repair: What is done if a call fails over dtypes; empty if nothing is.
+        framework: Whose op it is.
     """
 
     op: str
@@ -63,6 +66,7 @@ class OpExplanation:
     inputs: dict[str, dict[str, str]]
     served_by: str = ""
     repair: str = ""
+    framework: str = "torch"
 
     def lines(self) -> list[str]:
         """Say it in a few lines of text."""
@@ -72,6 +76,9 @@ class OpExplanation:
         return [*text, f"  cast by {self.served_by}"] if self.served_by else text
 
     def _effects(self) -> list[str]:
+        if self.framework == "jax" and isinstance(self.rule, CastPolicy | ByDtype):
+            traits = vocabulary("jax").traits.get(self.op, frozenset())
+            return [f"  {effect}" for effect in primitive_effects(self.op, self.rule, traits)]
         if self.rule in _ALONE:
             return [f"  {_ALONE[self.rule]}"]
         said = {low: _effect(_rule_for(self.rule, low), self.inputs[low]) for low in LOW_DTYPES}
@@ -97,7 +104,7 @@ class Explanation:
         name: The name that was asked for.
         policy: The policy's name.
         device: The device that was asked about, None for none.
-        ops: One entry per overload.
+        ops: One entry per overload; none for a function of JAX's that is composed of several primitives.
         inside: Entries for the ops that the call reaches through others, if those asked for are not listed.
     """
 
@@ -112,7 +119,7 @@ class Explanation:
         for op in self.ops:
             text += op.lines()
         if self.inside:
-            text.append("and inside it")
+            text.append("and inside it" if self.ops else "no primitive of its own; it is traced as")
             for op in self.inside:
                 text += op.lines()
         return "\n".join(text)
@@ -134,6 +141,8 @@ def explain(policy: Policy, name: str, device: str | None = None) -> Explanation
     """
     words = vocabulary(policy.framework)
     policy = policy.on(device) if device else policy
+    if policy.framework == "jax" and (composed := words.inside(name)):
+        return Explanation(name, policy.name, (), tuple(_explain_primitive(policy, op) for op in composed), device)
     ops = tuple(_explain_one(policy, op, device) for op in words.resolve(name))
     inside: tuple[OpExplanation, ...] = ()
     if all(op.rule is None for op in ops):
@@ -143,7 +152,19 @@ def explain(policy: Policy, name: str, device: str | None = None) -> Explanation
     return Explanation(name, policy.name, ops, inside, device)
 
 
+def _explain_primitive(policy: Policy, op: str) -> OpExplanation:
+    rule = policy.ops.get(op) or CastPolicy(policy.rule_of(op, "bfloat16"))
+    inputs: dict[str, dict[str, str]] = {low: {} for low in LOW_DTYPES}
+    for low in LOW_DTYPES:
+        kind = _rule_for(rule, low)
+        if kind is not CastPolicy.OPAQUE:
+            inputs[low] = {dtype: input_dtypes(kind, [dtype], low)[0] for dtype in _INPUTS}
+    return OpExplanation(op, rule, policy.origin(op), inputs, framework="jax")
+
+
 def _explain_one(policy: Policy, op: str, device: str | None) -> OpExplanation:
+    if policy.framework == "jax":
+        return _explain_primitive(policy, op)
     rule: Rule | str | None = policy.ops.get(op)
     own = device is not None and op in tables.own_kernels(device, policy.framework)
     if rule is None and own:

@@ -9,17 +9,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from . import tables
-from .decision import LOW_DTYPES, CastPolicy
-from .errors import PolicyError, near
+from .decision import CastPolicy
+from .errors import PolicyError
 from .explanation import Explanation, explain
-from .rules import ByDtype, Rule, RuleLike, resolve_rules
+from .policy_options import DEVICE, default_rule, low_name, mends
+from .rules import ByDtype, Rule, RuleLike, device_rules, resolve_rules
 from .vocabulary import vocabulary
 
-__all__ = ["Policy"]
-
-
-DEVICE: Literal["device"] = "device"
-"""The value of `Policy.default` that keeps the device's own rule for ops that the policy does not list."""
+__all__ = ["DEVICE", "Policy"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -36,11 +33,14 @@ class Policy:
             without an overload covers all overloads but ``out``. Later entries win over earlier ones.
         default: What happens to other ops: ``"fallthrough"`` (they run in their inputs' dtypes, and the ops inside them
             follow this policy), ``"device"`` (the device's own table decides), or another cast policy, which then covers
-            every op that computes with tensors and returns new ones.
+            every op that computes with tensors and returns new ones. By default ``"fallthrough"``; for JAX ``"opaque"``
+            (they run in the dtypes that were traced), while ``"device"`` is for PyTorch, and primitives that do not
+            compute, such as ``reshape`` and ``scan``, keep the rule of mezzo's table.
         framework: Whose ops the names are.
         repairs: Whether a call that PyTorch's autocast would let down is mended: one whose mixture of dtypes, or whose
             lower-precision dtype, the op has no kernel for, and one that would be served the stale cast of a weight. False
-            gives PyTorch's behaviour, faults and all. Calls that work there are not affected.
+            gives PyTorch's behaviour, faults and all. Calls that work there are not affected. By default True; for JAX,
+            which traces a function before autocast changes it, there is nothing to mend and it is False.
 
     Attributes:
         ops: A read-only mapping from canonical op name to `Rule`.
@@ -70,9 +70,9 @@ class Policy:
         name: str,
         ops: Mapping[str, RuleLike] | None = None,
         *,
-        default: str = CastPolicy.FALLTHROUGH,
+        default: str | None = None,
         framework: str = "torch",
-        repairs: bool = True,
+        repairs: bool | None = None,
         parent: Policy | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
@@ -81,11 +81,9 @@ class Policy:
         if ops is not None and not isinstance(ops, Mapping):
             msg = f"a policy's ops must be a mapping from op name to rule, got {type(ops).__name__}."
             raise PolicyError(msg)
-        if not isinstance(repairs, bool):
-            msg = f"a policy's repairs must be True or False, got {repairs!r}."
-            raise PolicyError(msg)
         rules = resolve_rules(ops or {}, framework)
-        self._set(name, rules, _default(default), framework, parent, repairs=repairs)
+        mended = mends(repairs, framework)
+        self._set(name, rules, default_rule(default, framework), framework, parent, repairs=mended)
 
     def _set(
         self,
@@ -129,8 +127,8 @@ class Policy:
             <CastPolicy.LOWER_PRECISION_FP: 'lower_precision_fp'>
         """
         policy = object.__new__(cls)
-        rules: dict[str, Rule] = dict(tables.device_table(device, framework))
-        policy._set(f"{framework}/{device}", rules, CastPolicy.FALLTHROUGH, framework, None, repairs=False)
+        rules = device_rules(device, framework)
+        policy._set(f"{framework}/{device}", rules, default_rule(None, framework), framework, None, repairs=False)
         return policy
 
     @classmethod
@@ -245,7 +243,7 @@ class Policy:
             >>> Policy.from_table("cuda").rule("gelu")
             <CastPolicy.FALLTHROUGH: 'fallthrough'>
         """
-        dtype = _check_low_dtype(low_dtype)
+        dtype = low_name(low_dtype)
         found = {name: self.rule_of(name, dtype) for name in vocabulary(self.framework).resolve(op)}
         kinds = set(found.values())
         if len(kinds) > 1:
@@ -268,10 +266,23 @@ class Policy:
         return rule
 
     def _unlisted(self, canonical: str) -> CastPolicy | Literal["device"]:
+        if self.framework == "jax":
+            return self._unlisted_primitive(canonical)
         if self.default in (DEVICE, CastPolicy.FALLTHROUGH):
             return self.default
         traits = vocabulary(self.framework).traits.get(canonical, frozenset())
         return self.default if "compute" in traits else CastPolicy.FALLTHROUGH
+
+    def _unlisted_primitive(self, canonical: str) -> CastPolicy | Literal["device"]:
+        """Give the default to primitives that compute; what others do to dtypes is not a matter of taste.
+
+        A `reshape` has to follow its operand and a `concatenate` has to unite its operands, or the primitives that are
+        listed would be of no use. Of a primitive that nobody knows it is not known either whether it takes other dtypes.
+        """
+        traits = vocabulary("jax").traits.get(canonical)
+        if traits is not None and "compute" in traits:
+            return self.default
+        return tables.device_table("xla", "jax").get(canonical, CastPolicy.OPAQUE)
 
     def diff(self, other: Policy) -> dict[str, tuple[Rule | str | None, Rule | str | None]]:
         """Compare two policies op by op.
@@ -326,6 +337,8 @@ class Policy:
     def origin(self, canonical: str) -> str:
         """Name where the rule of an op was set: a table, a policy, or the default."""
         if canonical not in self.ops:
+            if self.framework == "jax" and "compute" not in vocabulary("jax").traits.get(canonical, frozenset()):
+                return "the table 'jax/xla': it does not compute, so that a policy's default does not cover it"
             return f"the default of {self.name!r} for ops it does not list"
         policy = self
         while policy.parent is not None and policy.parent.ops.get(canonical) == self.ops[canonical]:
@@ -359,28 +372,8 @@ def _rebuild(
     repairs: bool = True,  # noqa: FBT001, FBT002 - pickle calls by position
 ) -> Policy:
     policy = object.__new__(Policy)
-    policy._set(name, rules, _default(default), framework, parent, repairs=repairs)
+    policy._set(name, rules, default_rule(default, framework), framework, parent, repairs=repairs)
     return policy
 
 
 _SWITCH = {True: "on", False: "off"}
-
-
-def _default(value: object) -> CastPolicy | Literal["device"]:
-    if value == DEVICE:
-        return DEVICE
-    allowed = (CastPolicy.FALLTHROUGH, CastPolicy.PROMOTE, CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP)
-    if value not in allowed:
-        msg = f"{value} cannot be a policy's default; allowed are {', '.join(allowed)} and {DEVICE}."
-        raise PolicyError(msg)
-    return CastPolicy(str(value))
-
-
-def _check_low_dtype(low_dtype: object) -> str:
-    """Give the name of a lower-precision dtype; frameworks' own are known by how they are written."""
-    name = str(low_dtype).rpartition(".")[2]
-    if name not in LOW_DTYPES:
-        hint = near(str(low_dtype), LOW_DTYPES)
-        msg = f"{low_dtype!r} is not a lower-precision dtype; allowed are {', '.join(LOW_DTYPES)}.{hint}"
-        raise PolicyError(msg)
-    return name

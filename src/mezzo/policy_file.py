@@ -4,8 +4,8 @@ A file looks like this; every key may be left out::
 
     name = "careful"          # default: the name of the file
     base = "unified"          # start from a built-in policy or a device's table ("cuda"); default: from nothing
-    default = "fallthrough"   # for ops that are not listed
-    framework = "torch"
+    default = "fallthrough"   # for ops that are not listed; for JAX, if left out: "opaque"
+    framework = "torch"       # or "jax"
     repairs = true            # mend calls that PyTorch's autocast lets down; default: that of the base, else true
 
     [ops]
@@ -85,7 +85,7 @@ def _build(content: Mapping[str, Any], stem: str) -> Policy:
             msg = f'{op!r} has no rule but {rule!r}; a name with a dot goes in quotes: "{op}.{next(iter(rule))}" = ...'
             raise PolicyError(msg)
     if "base" not in content:
-        default, repairs = content.get("default", "fallthrough"), content.get("repairs", True)
+        default, repairs = content.get("default"), content.get("repairs")
         return Policy(name, ops, default=default, framework=framework, repairs=repairs)
     merged = _base(content["base"], framework).override(ops, name=name)
     default, repairs = content.get("default", merged.default), content.get("repairs", merged.repairs)

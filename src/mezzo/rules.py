@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from . import tables
 from .decision import LOW_DTYPES, CastPolicy, parse_cast_policy
 from .errors import PolicyError, near
 from .vocabulary import vocabulary
 
-__all__ = ["ByDtype", "Rule", "RuleLike", "misfit", "parse_rule", "resolve_rules"]
+__all__ = ["ByDtype", "Rule", "RuleLike", "device_rules", "misfit", "parse_rule", "resolve_rules"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,25 @@ RuleLike = str | CastPolicy | ByDtype | Mapping[str, str]
 """What a caller may write for a rule."""
 
 
+def device_rules(device: str, framework: str) -> dict[str, Rule]:
+    """Give a device's built-in table as rules.
+
+    Args:
+        device: A name from `mezzo.tables.devices`.
+        framework: Whose table.
+
+    Returns:
+        Canonical op name to rule.
+
+    Raises:
+        DeviceError: There is no table for the device.
+    """
+    rules: dict[str, Rule] = dict(tables.device_table(device, framework))
+    for op, other in tables.differing(device, framework).items():
+        rules[op] = ByDtype(CastPolicy(str(rules[op])), other)
+    return rules
+
+
 def resolve_rules(ops: Mapping[str, RuleLike], framework: str) -> dict[str, Rule]:
     """Turn what a caller wrote into rules by canonical op name.
 
@@ -67,9 +87,10 @@ def resolve_rules(ops: Mapping[str, RuleLike], framework: str) -> dict[str, Rule
             raise PolicyError(msg)
         rule = parse_rule(name, given)
         covered = words.resolve(name)
-        fitting = [op for op in covered if not misfit(rule, words.traits.get(op), op)]
+        faults = {op: misfit(rule, words.traits.get(op), op, framework) for op in covered}
+        fitting = [op for op, fault in faults.items() if not fault]
         if not fitting:
-            raise PolicyError(misfit(rule, words.traits.get(covered[0]), covered[0]))
+            raise PolicyError(faults[covered[0]])
         rules.update(dict.fromkeys(fitting, rule))
     return rules
 
@@ -111,10 +132,12 @@ _NOT_CAST_NAMES = "banned, banned_lower_precision and fallthrough"
 _APPENDABLE = frozenset({"aten::norm.Scalar", "aten::norm.ScalarOpt_dim"})
 
 
-def misfit(rule: Rule, traits: frozenset[str] | None, op: str) -> str:
+def misfit(rule: Rule, traits: frozenset[str] | None, op: str, framework: str = "torch") -> str:
     """Say why a rule cannot be applied to an op; an empty string if it can."""
     if isinstance(rule, ByDtype):
-        return misfit(rule.bfloat16, traits, op) or misfit(rule.float16, traits, op)
+        return misfit(rule.bfloat16, traits, op, framework) or misfit(rule.float16, traits, op, framework)
+    if framework == "jax":
+        return _misfit_jax(rule, traits or frozenset(), op)
     if rule is CastPolicy.OPAQUE:
         return f"{op}: opaque is a rule for JAX; use fallthrough." if "::" in op else ""
     if traits is None:
@@ -126,3 +149,21 @@ def misfit(rule: Rule, traits: frozenset[str] | None, op: str) -> str:
     if rule is CastPolicy.FP32_APPEND_DTYPE and op not in _APPENDABLE:
         return f"{op} has no overload with a dtype for fp32_append_dtype to call; use fp32."
     return ""
+
+
+_ENTERED = (CastPolicy.FALLTHROUGH, CastPolicy.OPAQUE, CastPolicy.BANNED)
+_ENTERED_NAMES = ", ".join(_ENTERED)
+
+
+def _misfit_jax(rule: CastPolicy, traits: frozenset[str], op: str) -> str:
+    if rule in (CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE):
+        return f"{op}: {rule} is a rule for PyTorch, whose ops have dtype arguments; use fp32."
+    if "fixed" in traits and rule not in (CastPolicy.OPAQUE, CastPolicy.BANNED):
+        return (
+            f"{op} holds the dtypes with which it was traced, so they cannot be changed; allowed are opaque and banned."
+        )
+    if "enters" not in traits or rule in _ENTERED:
+        return ""
+    if op == "convert_element_type":
+        return f"{op} is a cast that the function itself asks for; allowed are {_ENTERED_NAMES}."
+    return f"{op} runs other primitives, and the rules of these decide; allowed are {_ENTERED_NAMES}."

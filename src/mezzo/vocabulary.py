@@ -149,10 +149,13 @@ class Vocabulary:
         return list(self.covers(op)) or self._overloads.get(op, [])
 
     def _without_namespace(self, name: str) -> str:
-        for pattern, prefix in _NAMESPACES.items():
+        for pattern, prefix in self._namespaces().items():
             if match := re.match(pattern, name):
                 return prefix + name[match.end() :]
         return name
+
+    def _namespaces(self) -> Mapping[str, str]:
+        return _NAMESPACES
 
     def _unknown(self, name: str, plain: str) -> str:
         base = self.namespace + plain.split(".")[0]
@@ -175,7 +178,7 @@ def base_name(op: str) -> str:
 
 @cache
 def vocabulary(framework: str = "torch") -> Vocabulary:
-    """Load the op names of a framework; once per process.
+    """Load the op names of a framework; once per process, since an adapter teaches it more of them.
 
     Args:
         framework: A name from `mezzo.tables.frameworks`.
@@ -196,4 +199,8 @@ def vocabulary(framework: str = "torch") -> Vocabulary:
         row["name"]: Alias(tuple(row["ops"].split()), tuple(row["inside"].split()))
         for row in tables.read(framework, "aliases")
     }
+    if framework == "jax":
+        from .primitive_names import PrimitiveNames  # noqa: PLC0415 - it imports this module
+
+        return PrimitiveNames(traits, aliases)
     return Vocabulary(traits, aliases)

@@ -112,7 +112,11 @@ def test_policy_arguments_may_be_paths(tmp_path: Path) -> None:
         ),
         ("[ops]\nsofmax = 'fp32'", UnknownOpError, "'sofmax' is no op that this framework has. Did you mean 'softmax'"),
         ("base = 'unifed'", PolicyFileError, "base: 'unifed' is no built-in policy; allowed are"),
-        ("framework = 'numpy'", PolicyFileError, "mezzo has no op tables for framework 'numpy'; allowed are torch."),
+        (
+            "framework = 'numpy'",
+            PolicyFileError,
+            "mezzo has no op tables for framework 'numpy'; allowed are torch, jax.",
+        ),
         ("default = 'banned'", PolicyFileError, "banned cannot be a policy's default; allowed are"),
         ("[ops\n", PolicyFileError, "not a valid TOML file: "),
         ("mm = \n", PolicyFileError, "not a valid TOML file: "),

@@ -69,13 +69,16 @@ def demo(
 @app.command()
 def ops(
     op: Annotated[
-        str | None, typer.Argument(help="An op, in any spelling: softmax, F.softmax, aten::softmax.int.")
+        str | None,
+        typer.Argument(
+            help="An op, in any spelling: softmax, F.softmax, aten::softmax.int; lax.exp, jnp.matmul for JAX."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", "-d", help="Show this device's table.")] = None,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A built-in policy, or the path of a .toml file.")
     ] = "default",
-    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops.")] = "torch",
+    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops: torch or jax.")] = "torch",
 ) -> None:
     """Print which op runs in which dtype, or explain one op."""
     console = Console()

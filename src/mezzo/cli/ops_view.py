@@ -81,7 +81,8 @@ def _cell(rule: Rule | None, *, short: bool) -> Text:
 def _caption(policy: Policy, *, short: bool) -> str:
     rest = "run in the dtypes that come in" if policy.default == "device" else str(policy.default)
     words = "lower: lower_precision_fp; set: fp32_set_opt_dtype; append: fp32_append_dtype. " if short else ""
-    return f"{words}Other ops: {rest}. `mezzo ops NAME` explains one."
+    option = "" if policy.framework == "torch" else f" --framework {policy.framework}"
+    return f"{words}Other ops: {rest}. `mezzo ops NAME{option}` explains one."
 
 
 def explanation_text(policy: Policy, op: str, devices: Sequence[str]) -> str:
@@ -106,4 +107,6 @@ def explanation_text(policy: Policy, op: str, devices: Sequence[str]) -> str:
         text = "\n".join(str(explanation).splitlines()[1:])
         blocks.setdefault(text.replace(f"'{policy.framework}/{device}'", "of the device"), []).append(device)
     heading = f"{op} under the policy {policy.name!r}"
+    if policy.framework == "jax":
+        return "\n\n".join([heading, *blocks])
     return "\n\n".join([heading, *(f"on {', '.join(names)}\n{text}" for text, names in blocks.items())])

@@ -31,6 +31,37 @@ that name, the same on every device: the CUDA list, and the entries that only th
 list as xpu. The table for hpu is shipped by its vendor in Intel Gaudi's PyTorch plugin and is not part of PyTorch; xla's
 ships with torch_xla.
 
+What mezzo does with the primitives of JAX is [further below](#primitives-of-jax).
+
+"""
+
+_JAX_HEAD = """## Primitives of JAX
+
+`mezzo.jax.autocast` gives every primitive a rule, the same on every device; JAX has no such table of its own. A test holds
+the list against the installed JAX. The rules are for primitives whose float operands were traced as float32, bfloat16 or
+float16; with others, such as float64 or complex, a primitive runs as it was traced.
+
+* `lower`, `fp32` and `promote` are as above. A literal, and a bias or scale that is broadcast, adapts to what it meets, so
+  that it does not promote; a product with a `precision=` of its own is left alone.
+* `as is`: the primitive runs in the dtype that comes in (`fallthrough`).
+* `opaque`: it runs in exactly the dtypes that were traced. So does every primitive that is not in the list.
+
+A policy's default covers the primitives with the trait `compute`. `dot`: a matrix product or a convolution. `moves`: it only
+moves or repeats elements. `follows`: its other float operands are cast to the dtype of the first. `independent`: its
+operands need not agree. `enters`: it runs other primitives, whose own rules decide (`while` and `custom_vjp_call` only if
+`autocast` is asked to), or is a cast that the function itself asks for. `fixed`: its parameters hold the dtypes with which
+it was traced, so that it can be nothing but `opaque` or `banned`.
+
+"""
+
+_JAX_NAMES = """## Names of JAX's functions
+
+These names stand for primitives that are called otherwise; `lax.`, `jax.nn.` and the like may stand before them. A function
+without a primitive of its own is traced as those in the last column: a rule for it is an error, and `mezzo ops --framework
+jax` shows the rules of these.
+
+| name | primitive | traced as |
+|---|---|---|
 """
 
 _SHORT = {
@@ -41,6 +72,7 @@ _SHORT = {
     "promote": "promote",
     "banned": "banned",
     "banned_lower_precision": "banned if low",
+    "fallthrough": "as is",
 }
 
 _COLUMNS = ("cpu", "cuda", "xpu", "mps", "reference")
@@ -63,7 +95,20 @@ def reference() -> str:
     for op in names:
         cells = [_SHORT.get(rules.get(op, "-"), rules.get(op, "-")) for rules in columns.values()]
         lines.append(f"| `{op.removeprefix('aten::')}` | {' | '.join(cells)} |")
-    return _HEAD + "\n".join(lines) + "\n\n" + _aliases()
+    return _HEAD + "\n".join(lines) + "\n\n" + _aliases() + "\n" + _jax()
+
+
+def _jax() -> str:
+    words, rules, other = vocabulary("jax"), tables.device_table("xla", "jax"), tables.differing("xla", "jax")
+    lines = ["| primitive | rule | traits |", "|---|---|---|"]
+    # What `register_primitive` taught the vocabulary is no part of the tables.
+    for op, rule in sorted(rules.items()):
+        cell = _SHORT.get(rule, rule) + (f", in float16 {_SHORT.get(other[op], other[op])}" if op in other else "")
+        lines.append(f"| `{op}` | {cell} | {', '.join(sorted(words.traits[op])) or '-'} |")
+    names = [
+        f"| `{name}` | {_ops(alias.ops)} | {_ops(alias.inside)} |" for name, alias in sorted(words.aliases.items())
+    ]
+    return _JAX_HEAD + "\n".join(lines) + "\n\n" + _JAX_NAMES + "\n".join(names) + "\n"
 
 
 def _aliases() -> str:

@@ -13,7 +13,7 @@ from mezzo.decision import CastPolicy
 
 from .casting import opaque, traced_dtypes
 from .internals import Equation, bind_parameters, function_name, rebind, wrapped_function
-from .interpreter import Rewritten, interpret, mark_of, rewrite
+from .interpreter import Mark, Rewritten, interpret, mark_of, rewrite
 from .kernels import Context, handles, record, run_plan
 from .values import Value, cast, dtype_of, is_float
 
@@ -32,8 +32,9 @@ def _custom_jvp(equation: Equation, operands: Sequence[Value], context: Context)
         return run_plan(equation, "custom_jvp_call", operands, opaque(equation, reason), context)
     closed = parameters["call_jaxpr"]
     word = f"custom_jvp {function_name(closed.jaxpr)}".rstrip()
-    primal = rewrite(closed, [mark_of(value) for value in operands], context.inside("custom_jvp", word))
-    function = _with_rule(equation, operands, primal, context.inside("jvp rule", f"{word} rule"))
+    marks = [mark_of(value) for value in operands]
+    primal = rewrite(closed, marks, context.inside("custom_jvp", word))
+    function = _with_rule(equation, marks, primal, context.inside("jvp rule", f"{word} rule"))
     arrays = [value.array for value in operands]
     results = function(*arrays)
     record(equation, "custom_jvp_call", "enter", "", operands, arrays, results, context)
@@ -41,7 +42,7 @@ def _custom_jvp(equation: Equation, operands: Sequence[Value], context: Context)
 
 
 def _with_rule(
-    equation: Equation, operands: Sequence[Value], primal: Rewritten, context: Context
+    equation: Equation, marks: Sequence[Mark], primal: Rewritten, context: Context
 ) -> Callable[..., Sequence[Any]]:
     constants, rule = equation.params["num_consts"], equation.params["jvp_jaxpr_fun"]
 
@@ -56,8 +57,7 @@ def _with_rule(
         inputs, directions = primals[constants:], tangents[constants:]
         jaxpr, closed_over, zero_outputs = rule.call_wrapped(*[False] * len(inputs))
         values = [
-            Value(array, value.constants, value.storage)
-            for array, value in zip(inputs, operands[constants:], strict=True)
+            Value(array, mark.constants, mark.storage) for array, mark in zip(inputs, marks[constants:], strict=True)
         ]
         found = interpret(jaxpr, closed_over, [*values, *map(Value, directions)], context)
         results = [

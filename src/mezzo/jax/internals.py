@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ __all__ = [
     "with_constants_as_inputs",
     "wrapped_function",
 ]
+
+# So that a user's line is named for each equation, in errors of JAX too, and not the line where it is bound again.
+source_info_util.register_exclusion(str(Path(__file__).parent))
 
 ClosedJaxpr = core.ClosedJaxpr
 Equation = core.JaxprEqn

@@ -133,18 +133,17 @@ def rewrite(closed: ClosedJaxpr, marks: Sequence[Mark], context: Context) -> Rew
 
 
 def _rewrite(closed: ClosedJaxpr, marks: tuple[Mark, ...], context: Context) -> Rewritten:
-    results: list[Value] = []
+    known: list[tuple[frozenset[float] | None, Storage]] = []
 
     def rewritten(*arrays: Any) -> list[Any]:
         operands = [Value(array, mark.constants, mark.storage) for array, mark in zip(arrays, marks, strict=True)]
-        results[:] = interpret(closed.jaxpr, closed.consts, operands, context)
+        results = interpret(closed.jaxpr, closed.consts, operands, context)
+        # Not the values: their tracers would outlive the trace.
+        known[:] = [(value.constants, value.storage) for value in results]
         return [value.array for value in results]
 
     new = jax.make_jaxpr(rewritten)(*(mark.aval for mark in marks))
-    return Rewritten(
-        new,
-        tuple(Mark(aval, value.constants, value.storage) for aval, value in zip(new.out_avals, results, strict=True)),
-    )
+    return Rewritten(new, tuple(Mark(aval, *each) for aval, each in zip(new.out_avals, known, strict=True)))
 
 
 def mark_of(value: Value) -> Mark:

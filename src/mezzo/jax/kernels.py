@@ -211,8 +211,12 @@ def _marked(
     if plan.reason == "literals only":
         numbers = _constants(primitive, operands)
         return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
-    if "moves" in traits(primitive) and len(results) == 1:
-        return [replace(operands[0], array=results[0], storage=_moved(equation, operands[0]))]
+    if "moves" in traits(primitive):
+        sources = operands if len(operands) == len(results) > 1 else [operands[0]] * len(results)
+        return [
+            replace(source, array=result, storage=_moved(equation, source))
+            for source, result in zip(sources, results, strict=True)
+        ]
     return [Value(result) for result in results]
 
 

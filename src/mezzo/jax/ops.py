@@ -11,7 +11,7 @@ from mezzo.vocabulary import vocabulary
 
 __all__ = ["TRAITS", "UnknownPrimitiveWarning", "canonical", "is_known", "register_primitive", "traits", "warn_unknown"]
 
-TRAITS = ("compute", "dot", "moves", "follows", "independent", "enters")
+TRAITS = ("compute", "dot", "moves", "follows", "independent", "fixed", "enters")
 """The traits that a primitive can have; ``tables/jax/ops.csv`` says which has which."""
 
 # The same primitive under the names that releases of JAX give it.
@@ -69,7 +69,8 @@ def register_primitive(name: str, *, traits: Iterable[str] = ()) -> None:
         name: The primitive's name (``primitive.name``).
         traits: What it is, for the rules: ``compute`` (a policy's default may cover it), ``moves`` (it only moves or
             repeats elements), ``follows`` (other float operands take the dtype of the first), ``independent`` (its float
-            operands need not agree), ``dot`` (a product; an explicit ``precision=`` is left alone).
+            operands need not agree), ``dot`` (a product; an explicit ``precision=`` is left alone), ``fixed`` (its parameters
+            hold dtypes, as a kernel's do, so it can only be opaque or banned).
 
     Raises:
         OptionError: A trait is none, the name is empty, or JAX has a primitive of this name.

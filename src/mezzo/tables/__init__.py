@@ -7,6 +7,13 @@ The CSV files beside this module are the data; nothing is computed here and no f
 * ``repairs.csv``: the ops of which some call fails over dtypes, so that a policy with repairs has to look after them;
 * ``apex-o1``: the op lists of Apex's O1, each row with the list and the name that it comes from;
 * ``ops.csv``: every aten op with the traits a policy needs; ``aliases.csv``: Python names and the ops they reach.
+
+For JAX:
+
+* ``xla``: mezzo's rule for every primitive, the same on every device; the column ``float16`` is the rule in a float16
+  region where that differs;
+* ``ops.csv``: every primitive with its traits (held against the installed JAX by a test); ``aliases.csv``: the names of
+  functions and the primitives as which they are traced, in the column ``inside`` if that is a composition.
 """
 
 from __future__ import annotations
@@ -20,9 +27,23 @@ from types import MappingProxyType
 from mezzo.decision import CastPolicy
 from mezzo.errors import DeviceError, PolicyError, near
 
-__all__ = ["apex_lists", "device_table", "devices", "frameworks", "own_kernels", "promoted_first", "read", "repairs"]
+__all__ = [
+    "apex_lists",
+    "device_table",
+    "devices",
+    "differing",
+    "frameworks",
+    "own_kernels",
+    "promoted_first",
+    "read",
+    "repairs",
+]
 
-_DEVICES = {"torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference")}
+_DEVICES = {
+    "torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference"),
+    # XLA compiles for all of JAX's devices, and a traced function does not know yet on which of them it will run.
+    "jax": ("xla",),
+}
 
 _ELSEWHERE = {
     "hpu": "its table ships with Intel Gaudi's PyTorch plugin, which also lets LOWER_LIST and FP32_LIST replace it",
@@ -54,7 +75,7 @@ def devices(framework: str = "torch") -> tuple[str, ...]:
         framework: A name from `frameworks`.
 
     Returns:
-        Device names; ``"reference"`` is the list for accelerators that are plugged in.
+        Device names; ``"reference"`` is PyTorch's list for accelerators that are plugged in. JAX has one table, ``"xla"``.
 
     Raises:
         PolicyError: There are no tables for this framework.
@@ -88,7 +109,9 @@ def _rows(framework: str, device: str) -> Mapping[str, str]:
     if device not in devices(framework):
         known = devices(framework)
         why, hint = f"{_ELSEWHERE.get(device)}, so mezzo has none to show", ""
-        if device not in _ELSEWHERE:
+        if framework != "torch":
+            why = "its tables are for whatever XLA compiles for, and depend on no device"
+        elif device not in _ELSEWHERE:
             name = "cuda" if device.lower() in _CALLED_CUDA else device.lower()
             why, hint = "there is no such table", near(name, known, count=1 if name in known else 3)
         msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
@@ -98,14 +121,14 @@ def _rows(framework: str, device: str) -> Mapping[str, str]:
 
 @cache
 def device_table(device: str, framework: str = "torch") -> Mapping[str, CastPolicy]:
-    """Give the table that the framework itself applies on a device.
+    """Give the table that the framework itself applies on a device; for JAX, which has none, mezzo's.
 
     Args:
         device: A name from `devices`.
         framework: A name from `frameworks`.
 
     Returns:
-        A read-only mapping from op name to cast policy.
+        A read-only mapping from op name to cast policy, in a bfloat16 region; see `differing` for float16.
 
     Raises:
         DeviceError: The device has no table here; for hpu, xla and ipu the message says who ships it.
@@ -116,6 +139,29 @@ def device_table(device: str, framework: str = "torch") -> Mapping[str, CastPoli
     """
     rows = _rows(framework, device)
     return MappingProxyType({op: CastPolicy(policy) for op, policy in rows.items() if policy != "own"})
+
+
+@cache
+def differing(device: str, framework: str = "torch") -> Mapping[str, CastPolicy]:
+    """Give the rules of a table that are others in a float16 region than in a bfloat16 region.
+
+    Args:
+        device: A name from `devices`.
+        framework: A name from `frameworks`.
+
+    Returns:
+        A read-only mapping from op name to the cast policy in a float16 region; empty for PyTorch's tables.
+
+    Raises:
+        DeviceError: The device has no table.
+
+    Example:
+        >>> dict(differing("xla", "jax"))["erfc"]
+        <CastPolicy.FP32: 'fp32'>
+    """
+    _rows(framework, device)
+    other = {row["op"]: row.get("float16") for row in read(framework, device)}
+    return MappingProxyType({op: CastPolicy(policy) for op, policy in other.items() if policy})
 
 
 def own_kernels(device: str, framework: str = "torch") -> frozenset[str]:
@@ -166,7 +212,7 @@ def repairs(framework: str = "torch") -> frozenset[str]:
         framework: A name from `frameworks`.
 
     Returns:
-        Canonical op names, as `scripts/find_repairs.py` found them on the CPU.
+        Canonical op names, as `scripts/find_repairs.py` found them on the CPU; none for JAX.
 
     Example:
         >>> "aten::index_put_" in repairs()
@@ -190,4 +236,6 @@ def promoted_first(framework: str = "torch") -> frozenset[str]:
 @cache
 def _repairs(framework: str) -> Mapping[str, str]:
     devices(framework)
+    if framework != "torch":
+        return MappingProxyType({})
     return MappingProxyType({row["op"]: row["repair"] for row in read(framework, "repairs")})
