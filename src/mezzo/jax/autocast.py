@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
+import numpy as np
+from jax import numpy as jnp
 
 from mezzo.builtin import PolicyLike
 from mezzo.errors import OptionError
@@ -172,12 +174,14 @@ def _call(fn: Callable[..., Any], settings: Settings, arguments: Arguments) -> A
 
 
 def _outputs(results: Sequence[Value], traced: Traced, settings: Settings) -> list[Any]:
-    if settings.outputs == "flow":
-        return [value.array for value in results]
     return [_output(value.array, aval, settings) for value, aval in zip(results, traced.closed.out_avals, strict=True)]
 
 
 def _output(array: Any, aval: Aval, settings: Settings) -> Any:
-    if not is_float(dtype_of(array)):
+    if not isinstance(array, jax.Array):
+        # A literal that is returned: a scalar of NumPy or Python up to here.
+        number = np.asarray(array)
+        return jnp.asarray(number.item()) if aval.weak_type else jnp.asarray(number, aval.dtype)
+    if settings.outputs == "flow" or not is_float(dtype_of(array)):
         return array
     return cast(array, FLOAT32 if settings.outputs == "float32" else dtype_of(aval))

@@ -14,7 +14,7 @@ from .casting import opaque
 from .internals import Aval, Equation, aval_of, closed_as_function, is_reference
 from .interpreter import Mark, Rewritten, mark_of, rewrite
 from .kernels import Context, handles, record, run_plan
-from .values import Storage, Value, cast, dtype_of, is_float
+from .values import FLOAT32, Storage, Value, cast, dtype_of, is_float
 
 __all__ = ["has_references"]
 
@@ -165,7 +165,7 @@ def has_references(operands: Sequence[Value]) -> bool:
 def _widest(dtypes: Sequence[Any]) -> Any:
     """Give the widest of some dtypes, which are equal but for their precision."""
     found = set(dtypes)
-    return found.pop() if len(found) == 1 else jnp.result_type(*found)
+    return found.pop() if len(found) == 1 else FLOAT32
 
 
 def _cast_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:

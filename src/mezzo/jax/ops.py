@@ -69,8 +69,8 @@ def register_primitive(name: str, *, traits: Iterable[str] = ()) -> None:
         name: The primitive's name (``primitive.name``).
         traits: What it is, for the rules: ``compute`` (a policy's default may cover it), ``moves`` (it only moves or
             repeats elements), ``follows`` (other float operands take the dtype of the first), ``independent`` (its float
-            operands need not agree), ``dot`` (a product; an explicit ``precision=`` is left alone), ``fixed`` (its parameters
-            hold dtypes, as a kernel's do, so it can only be opaque or banned).
+            operands need not agree), ``dot`` (a product; an explicit ``precision=`` is left alone), ``fixed`` (its
+            parameters hold dtypes, as a kernel's do, so it can only be opaque or banned).
 
     Raises:
         OptionError: A trait is none, the name is empty, or JAX has a primitive of this name.
