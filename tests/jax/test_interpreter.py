@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from mezzo.jax import autocast
+from mezzo.jax.internals import ClosedJaxpr
 from mezzo.jax.observing import Event, observe
 from mezzo.jax.settings import Settings
 from mezzo.jax.values import combine
@@ -27,7 +29,10 @@ class Heard:
         self.events: dict[Any, Event] = {}
         self.count = 0
 
-    def region(self, name: str, settings: Settings) -> Callable[[Event], None]:
+    def tracing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def region(self, name: str, settings: Settings, traced: ClosedJaxpr) -> Callable[[Event], None]:
         self.names.append(name)
         return self.hear
 

@@ -12,15 +12,29 @@ Example:
 """
 
 from .autocast import autocast
+from .explain import explain
 from .functions import cast_inputs, upcast
+from .grad_check import GradCheck
+from .master_weights import MasterWeightsState, master_weights
 from .ops import UnknownPrimitiveWarning, register_primitive
+from .optax_wrappers import LossScaledState, loss_scaled
+from .scaler import GradScaler
 from .scopes import disabled
+from .stepping import apply_if
 
 __all__ = [
     "autocast",
     "disabled",
     "upcast",
     "cast_inputs",
+    "explain",
+    "GradScaler",
+    "GradCheck",
+    "apply_if",
+    "loss_scaled",
+    "LossScaledState",
+    "master_weights",
+    "MasterWeightsState",
     "register_primitive",
     "UnknownPrimitiveWarning",
 ]

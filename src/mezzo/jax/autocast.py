@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -163,9 +164,10 @@ def _transformed(fn: Callable[P, R], settings: Settings, *, enabled: bool) -> Ca
 
 def _call(fn: Callable[..., Any], settings: Settings, arguments: Arguments) -> Any:
     name = getattr(fn, "__name__", type(fn).__name__)
-    traced = trace(fn, arguments, name)
     observer = current_observer()
-    record = None if observer is None else observer.region(name, settings)
+    with nullcontext() if observer is None else observer.tracing():
+        traced = trace(fn, arguments, name)
+    record = None if observer is None else observer.region(name, settings, traced.closed)
     inputs = [Value(array, storage=Storage.SAME) for array in arguments.arrays]
     with rewritten():
         results = interpret(traced.closed.jaxpr, traced.closed.consts, inputs, Context(settings, record))

@@ -88,8 +88,7 @@ def apply_equation(equation: Equation, operands: Sequence[Value], context: Conte
         return handler(equation, operands, context)
     if not is_known(primitive):
         warn_unknown(primitive)
-        if context.settings.rule(primitive) is not CastPolicy.OPAQUE:
-            return run_plan(equation, primitive, operands, opaque(equation, "unknown primitive"), context)
+        return run_plan(equation, primitive, operands, opaque(equation, "unknown primitive"), context)
     return run_plan(
         equation, primitive, operands, plan_equation(equation, primitive, operands, context.settings), context
     )
@@ -157,8 +156,7 @@ def _refuse_banned(equation: Equation, primitive: str, operands: Sequence[Value]
         f"{', '.join(came)}. Call it inside mezzo.jax.disabled(), or give it another rule: "
         f"policy.override({{{primitive!r}: 'fp32'}})."
     )
-    if rule is CastPolicy.BANNED or low:
-        raise BannedOpError(msg)
+    raise BannedOpError(msg)
 
 
 # Operands

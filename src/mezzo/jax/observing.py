@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .internals import ClosedJaxpr
 from .settings import Settings
 
 __all__ = ["Event", "Observer", "current_observer", "observe"]
@@ -52,12 +53,21 @@ class Event:
 class Observer(Protocol):
     """What watches rewrites."""
 
-    def region(self, name: str, settings: Settings) -> Callable[[Event], None]:
+    def tracing(self) -> AbstractContextManager[object]:
+        """Be told that autocast is about to trace a function.
+
+        Returns:
+            What is entered while it does. Where autocast is applied inside of the function, it is entered again inside.
+        """
+        ...
+
+    def region(self, name: str, settings: Settings, traced: ClosedJaxpr) -> Callable[[Event], None]:
         """Be told that autocast is applied to a function.
 
         Args:
             name: The function's name.
             settings: What it was asked for.
+            traced: The function's program as traced. Constants in it may be tracers.
 
         Returns:
             What is called with each event of this application.
