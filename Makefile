@@ -6,7 +6,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench gpu-check docs clean
+# The version of JAX to test with, such as 0.9.1; empty for the one in .venv.
+VERSION ?=
+JAX_VENV := $(if $(VERSION),.venv-jax-$(VERSION),$(VENV))
+
+.PHONY: demo test test-jax check bench gpu-check docs clean
 
 demo: $(STAMP)
 	$(PY) -m mezzo demo
@@ -15,6 +19,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadfile
 
+# What concerns JAX, also with another version of it: make test-jax VERSION=0.9.1. That has an environment of its own,
+# without PyTorch.
+test-jax: $(JAX_VENV)/.installed
+	$(JAX_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/core tests/conformance tests/jax
+
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -22,6 +31,7 @@ check: $(STAMP)
 
 # Side-by-side timings, printed as a table and written to benchmarks/results/.
 bench: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(PY) -m benchmarks
 	$(PY) -m benchmarks.memory --output benchmarks/results
 
@@ -39,5 +49,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
+# What is released for one version of JAX does not go with the pins for another; the other pins hold.
+.venv-jax-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-jax-$*
+	grep -vE '^(jax|jaxlib|flax|optax|equinox|orbax-checkpoint)==' constraints.txt > .venv-jax-$*/constraints.txt
+	.venv-jax-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-jax-$*/constraints.txt "jax==$*" -e ".[test-jax]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-jax-* build dist demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from benchmarks.cases import Case, select
+from benchmarks.jax_page import measure_jax, select_jax
 from benchmarks.rounds import QUICK, ROOT, Plan, WorkerFailedError, measure
 from benchmarks.table import PAGES, Page, Row, describe_machine, markdown, page_of, rich_table, to_row
 
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in PAGES:
         if on_page := [row for row in rows if page_of(row.case) is page]:
             _show(on_page, plan, page, console, _target(options))
-    return 1 if failures else 0
+    measured = measure_jax(select_jax(options.case), plan, options.sets, console, _target(options))
+    return 1 if failures or not measured else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from benchmarks.jax_cases import JAX_CASES, JaxCase
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -292,11 +294,15 @@ CASES: tuple[Case, ...] = (
 
 
 def select(names: Sequence[str]) -> list[Case]:
-    """The cases whose names are, or begin with the words of, one of ``names``; all of them for no names."""
-    chosen = [case for case in CASES if not names or any(_is_named(case, name) for name in names)]
-    unknown = [name for name in names if not any(_is_named(case, name) for case in CASES)]
+    """The cases whose names are, or begin with the words of, one of ``names``; all of them for no names.
+
+    Names of `JAX_CASES` are known here and select nothing: `benchmarks.jax_page` does.
+    """
+    chosen = [case for case in CASES if not names or any(is_named(case, name) for name in names)]
+    everything = (*CASES, *JAX_CASES)
+    unknown = [name for name in names if not any(is_named(case, name) for case in everything)]
     if unknown:
-        known = ", ".join(case.name for case in CASES)
+        known = ", ".join(case.name for case in everything)
         message = f"no case is called {', '.join(unknown)}; expected, whole or its first words: {known}."
         raise ValueError(message)
     return chosen
@@ -307,5 +313,5 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def _is_named(case: Case, name: str) -> bool:
+def is_named(case: Case | JaxCase, name: str) -> bool:
     return case.name == name or case.name.startswith(f"{name}-")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+
+from . import jax_state
 
 # The nets of the tests are small: threads would mostly wait for each other, the more so on a busy machine.
 # PyTorch reads this when it is imported, which is later than here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# JAX reads these when it is first asked for a device: the tests of sharding need several, and the CPU can play eight.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 # These need a process of their own: tests/torch/test_accelerator_suite.py starts it. A path to them given on the command
 # line is not ignored.
@@ -47,7 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_gpu() -> bool:
-    import torch  # tests of the core run without PyTorch
+    if not find_spec("torch"):  # `make test-jax VERSION=...` runs without PyTorch
+        return False
+    import torch
 
     return torch.cuda.is_available()
 
@@ -55,12 +64,14 @@ def _has_gpu() -> bool:
 @pytest.fixture(autouse=True)
 def _autocast_state_stays() -> Iterator[None]:
     """Fail the test that leaves autocast state behind, and put the state right for the next one."""
+    before = jax_state.configuration()
     yield
+    left = jax_state.left_behind(before)
+    jax_state.put_back(before)
     # A test that never imported PyTorch cannot have changed its state, and should not pay for importing it.
-    if "torch" not in sys.modules:
-        return
-    left = _leaked_state()
-    _reset_state()
+    if "torch" in sys.modules:
+        left |= _leaked_state()
+        _reset_state()
     assert left == {}, f"the test left autocast state behind: {left}"
 
 

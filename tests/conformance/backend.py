@@ -36,10 +36,12 @@ class Backend(Protocol):
     Attributes:
         name: The test id.
         low_dtypes: The lower-precision dtypes in which its regions can compute.
+        policies: The built-in policies that its framework has.
     """
 
     name: str
     low_dtypes: tuple[str, ...]
+    policies: tuple[str, ...]
 
     def region(self, dtype: str | None = None, *, enabled: bool = True, policy: PolicyLike | None = None) -> Region:
         """Make a region; without a dtype it takes the one in force, without a policy likewise."""

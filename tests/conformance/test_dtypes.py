@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .backend import MATRIX, OTHER_LOW
+from .backends import BACKENDS
 
 # Op, dtypes of its inputs, dtype of its result; "low" is the region's dtype, "other" the second lower-precision dtype.
 TABLE = [
@@ -65,7 +66,12 @@ def test_a_lower_precision_product_holds_the_numbers_that_the_dtype_can(backend,
 TOLERANCE = {"bfloat16": 2**-5, "float16": 2**-8}
 
 
-@pytest.mark.parametrize("policy", ["torch", "unified", "fp32"])
+POLICIES = [
+    pytest.param(backend, policy, id=f"{backend.name}-{policy}") for backend in BACKENDS for policy in backend.policies
+]
+
+
+@pytest.mark.parametrize(("backend", "policy"), POLICIES)
 def test_the_gradient_of_a_float32_weight_is_float32_and_near_the_reference(backend, low, policy):
     x = backend.array(MATRIX, "float32")
     weight = backend.array([[0.3, -0.7, 1.1], [0.9, 0.2, -0.6], [-1.3, 0.4, 0.8]], "float32")

@@ -20,11 +20,23 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 def test_a_new_thread_starts_outside_every_region(backend, low):
     with backend.region(low, policy="unified"):
-        (found,) = in_threads(
-            lambda: (backend.is_enabled(), product_dtype(backend), softmax_dtype(backend, low)),
-        )
-        assert found == (False, "float32", low)
+        (found,) = in_threads(lambda: (product_dtype(backend), softmax_dtype(backend, low)))
+        assert found == ("float32", low)
+        assert (product_dtype(backend), softmax_dtype(backend, low)) == (low, "float32")
+
+
+def test_a_thread_is_asked_about_its_own_regions(backend, low):
+    def before_and_in_a_region() -> list[bool]:
+        before = backend.is_enabled()
+        with backend.region(low, enabled=False):
+            return [before, backend.is_enabled()]
+
+    with backend.region(low):
+        assert in_threads(backend.is_enabled, before_and_in_a_region) == [False, [False, False]]
         assert backend.is_enabled()
+    with backend.region(low, enabled=False):
+        assert in_threads(backend.region(low)(backend.is_enabled)) == [True]
+        assert not backend.is_enabled()
 
 
 def test_a_new_thread_has_no_policy_of_another_thread_in_its_own_regions(backend, low):
@@ -50,7 +62,7 @@ def test_threads_with_different_dtypes_and_policies_do_not_see_each_other(backen
             seen.append((product_dtype(backend), softmax_dtype(backend, low)))
             step.wait()  # the other one has left its regions
             step.wait()
-            seen.append((backend.is_enabled(), product_dtype(backend), softmax_dtype(backend, low)))
+            seen.append((product_dtype(backend), softmax_dtype(backend, low)))
         return seen
 
     def full() -> list[Any]:
@@ -62,13 +74,13 @@ def test_threads_with_different_dtypes_and_policies_do_not_see_each_other(backen
                 step.wait()
                 seen.append((product_dtype(backend), softmax_dtype(backend, other)))
             step.wait()
-        seen.append((backend.is_enabled(), product_dtype(backend), softmax_dtype(backend, other)))
+        seen.append((product_dtype(backend), softmax_dtype(backend, other)))
         step.wait()
         return seen
 
     first, second = in_threads(unified, full)
-    assert first == [(low, "float32"), (low, "float32"), (True, low, "float32")]
-    assert second == [("float32", "float32"), (other, "float32"), (False, "float32", other)]
+    assert first == [(low, "float32"), (low, "float32"), (low, "float32")]
+    assert second == [("float32", "float32"), (other, "float32"), ("float32", other)]
 
 
 def test_one_instance_may_be_open_in_two_threads_that_leave_in_the_order_they_came(backend, low):

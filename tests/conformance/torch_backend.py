@@ -29,6 +29,7 @@ class TorchBackend:
 
     name = "torch"
     low_dtypes = ("bfloat16", "float16")
+    policies = ("torch", "unified", "fp32")
 
     def region(
         self, dtype: str | None = None, *, enabled: bool = True, policy: PolicyLike | None = None

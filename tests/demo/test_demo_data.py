@@ -6,7 +6,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from mezzo.demo.data import TEST_SHARE, load_split
+from mezzo.demo.arrays import TEST_SHARE
+from mezzo.demo.data import load_split
 
 
 @pytest.fixture(scope="module")

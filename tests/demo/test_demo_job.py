@@ -1,4 +1,4 @@
-"""The main job from end to end, on few samples."""
+"""The main job from end to end, with PyTorch, on few samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def finished(tmp_path_factory):
     screen = io.StringIO()
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(3)
-    results = run_demo(output, device="cpu", quick=True, console=Console(file=screen, width=80))
+    console = Console(file=screen, width=80)
+    results = run_demo(output, device="cpu", quick=True, framework="torch", console=console)
     untouched = torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == 3
     torch.set_num_threads(threads)
     return output, results, screen.getvalue(), untouched
@@ -135,6 +136,7 @@ def test_the_json_gives_the_results_back(finished):
     document = json.loads((output / JSON_NAME).read_text(encoding="utf-8"))
     read = []
     for entry in document["runs"]:
+        assert entry.pop("framework") == "torch"
         assert entry.pop("seconds") == pytest.approx(sum(entry["epoch_seconds"]))
         assert (entry.pop("speed_up") == 1) == (entry["precision"] == "float32")
         lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
@@ -190,7 +192,7 @@ def test_too_few_epochs_are_refused_before_any_work(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_demo_takes_the_gpu(tmp_path):
     """Chosen without being asked for; memory is CUDA's count, and the numbers are as good as on the CPU."""
-    results = run_demo(tmp_path, quick=True, console=Console(file=io.StringIO()))
+    results = run_demo(tmp_path, quick=True, framework="torch", console=Console(file=io.StringIO()))
     document = json.loads((tmp_path / JSON_NAME).read_text(encoding="utf-8"))
     assert document["device"] == {"type": "cuda", "name": torch.cuda.get_device_name()}
     for plain, *mixed in by_model(results):

@@ -27,7 +27,7 @@ def result(model="transformer", precision="float32", seconds=(2.0, 2.0, 2.0), **
 
 
 def printed(results, width):
-    return shown(results_table(results, torch.device("cpu")), width)
+    return shown(results_table(results, "a CPU"), width)
 
 
 def shown(table, width):

@@ -14,7 +14,7 @@ import pytest
 import mezzo
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = {"torch", "jax", "tensorplay", "cli", "demo", "dev"}
+EXTRAS = {"torch", "jax", "tensorplay", "cli", "demo", "bench", "test-jax", "dev"}
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(names: set[str
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {"mezzo/py.typed", "mezzo/tables/torch/cpu.csv", "mezzo/tables/torch/ops.csv"} <= expected
+    assert {"mezzo/tables/jax/xla.csv", "mezzo/tables/jax/ops.csv", "mezzo/tables/jax/aliases.csv"} <= expected
     information = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - information == expected
     assert [name for name in information if name.endswith("/LICENSE")]

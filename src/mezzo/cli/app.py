@@ -49,20 +49,23 @@ def root(
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("demo-output"),
     device: Annotated[str | None, typer.Option(help="Device to train on; by default a GPU if there is one.")] = None,
+    framework: Annotated[
+        str, typer.Option("--framework", "-f", help="torch, jax, or all: those that are installed.")
+    ] = "all",
     epochs: Annotated[int | None, typer.Option(help="Epochs per run.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds on a part of the data.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
 ) -> None:
     """Train two small networks on real data in float32, and in bfloat16 and float16 under autocast, and compare."""
     try:
-        from mezzo.demo import run_demo  # noqa: PLC0415 - it imports torch, scikit-learn and matplotlib
+        from mezzo.demo import run_demo  # noqa: PLC0415 - it imports scikit-learn and matplotlib
     except ModuleNotFoundError as error:
         _fail(
             ModuleNotFoundError(f"the demo needs {error.name}, which is not installed; run: pip install 'mezzo[demo]'")
         )
     try:
-        run_demo(output, device=device, epochs=epochs, quick=quick, seed=seed, console=Console())
-    except (MezzoError, ValueError, OSError) as error:
+        run_demo(output, device=device, epochs=epochs, quick=quick, seed=seed, framework=framework, console=Console())
+    except (MezzoError, ModuleNotFoundError, ValueError, OSError) as error:
         _fail(error)
 
 

@@ -1,17 +1,16 @@
-"""The digits that scikit-learn ships: 1,797 real handwritten digits of 8 x 8 pixels, no download."""
+"""The digits of `mezzo.demo.arrays` as PyTorch tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
-CLASSES = 10
-SIDE = 8
-TEST_SHARE = 0.25
+from mezzo.demo.arrays import load_arrays
+
+if TYPE_CHECKING:
+    from mezzo.demo.arrays import ArrayPart
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,22 +72,13 @@ def load_split(seed: int = 0, limit: int | None = None) -> Digits:
         >>> len(digits.train), len(digits.test)
         (1347, 450)
     """
-    raw = load_digits()
-    pixels = np.asarray(raw.images, dtype=np.float32)
-    labels = np.asarray(raw.target, dtype=np.int64)
-    indices = np.arange(len(labels))
-    if limit is not None and limit < len(labels):
-        indices, _ = train_test_split(indices, train_size=limit, stratify=labels[indices], random_state=seed)
-    train, test = train_test_split(indices, test_size=TEST_SHARE, stratify=labels[indices], random_state=seed)
-    # The test part must not leak into the numbers that the training part is scaled with.
-    mean, deviation = pixels[train].mean(), pixels[train].std()
+    train, test = load_arrays(seed, limit)
+    return Digits(_tensors(train), _tensors(test))
 
-    def part(chosen: np.ndarray) -> Split:
-        scaled = (pixels[chosen] - mean) / deviation
-        return Split(
-            images=torch.from_numpy(scaled).unsqueeze(1),
-            labels=torch.from_numpy(labels[chosen]),
-            indices=torch.from_numpy(chosen),
-        )
 
-    return Digits(part(train), part(test))
+def _tensors(part: ArrayPart) -> Split:
+    return Split(
+        images=torch.from_numpy(part.images).unsqueeze(1),
+        labels=torch.from_numpy(part.labels),
+        indices=torch.from_numpy(part.indices),
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from mezzo.demo.data import CLASSES, SIDE
+from mezzo.demo.arrays import CLASSES, SIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from mezzo.demo.results import RunResult
+    from mezzo.demo.results import Trained
 
 # From thick and pale below to thin and dark above: where the curves agree, all stay visible.
 STYLES: Mapping[str, Mapping[str, Any]] = {
@@ -29,17 +29,17 @@ TEST_DASHES = (0, (2.5, 2))
 SKIP_COLOR = "#c8372d"
 
 
-def save_plot(results: Sequence[RunResult], path: Path) -> None:
-    """Write a PNG with a column per model: its losses in all precisions, and the scale of its scaled run below.
+def save_plot(results: Sequence[Trained], path: Path) -> None:
+    """Write a PNG with a column per model and framework: losses in all precisions, and the scale of its scaled run below.
 
     Args:
         results: The runs, those of one model in a row; without a scaled run there is no lower panel.
         path: The file, overwritten if it exists.
     """
     # Prepared runs lie on the curves of their precision.
-    results = [result for result in results if not result.prepared]
-    models = list(dict.fromkeys(result.model for result in results))
-    scaled = {result.model: result for result in results if result.scales}
+    results = [result for result in results if not getattr(result, "prepared", False)]
+    models = list(dict.fromkeys(result.title for result in results))
+    scaled = {result.title: result for result in results if result.scales}
     figure = Figure(figsize=(5.4 * len(models), 6.8 if scaled else 4.4), layout="constrained")
     FigureCanvasAgg(figure)  # binds the canvas to the figure: no pyplot, so no global state and no display
     heights = [5, 3] if scaled else [1]
@@ -47,7 +47,7 @@ def save_plot(results: Sequence[RunResult], path: Path) -> None:
         len(heights), len(models), sharex="col", sharey="row", squeeze=False, height_ratios=heights
     )
     for column, model in enumerate(models):
-        _draw_losses(panels[0, column], [result for result in results if result.model == model])
+        _draw_losses(panels[0, column], [result for result in results if result.title == model])
         if model in scaled:
             _draw_scale(panels[1, column], scaled[model])
         panels[-1, column].set_xlabel("epoch")
@@ -62,19 +62,19 @@ def save_plot(results: Sequence[RunResult], path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def _draw_losses(panel: Axes, results: Sequence[RunResult]) -> None:
+def _draw_losses(panel: Axes, results: Sequence[Trained]) -> None:
     for result in results:
         epochs = range(1, len(result.train_losses) + 1)
         style = STYLES[result.precision]
         panel.plot(epochs, result.train_losses, **style)
         panel.plot(epochs, result.test_losses, **style, linestyle=TEST_DASHES)
     accuracies = ", ".join(f"{result.precision} {result.test_accuracy:.1%}" for result in results)
-    panel.set_title(f"{results[0].model}\ntest accuracy: {accuracies}", fontsize="medium")
+    panel.set_title(f"{results[0].title}\ntest accuracy: {accuracies}", fontsize="medium")
     panel.set_yscale("log")
     _tidy(panel)
 
 
-def _legend(results: Sequence[RunResult]) -> list[Line2D]:
+def _legend(results: Sequence[Trained]) -> list[Line2D]:
     # Color says which precision, dashes which data: five entries instead of six, and none twice.
     present = {result.precision for result in results}
     colors = [Line2D([], [], label=name, **STYLES[name]) for name in PRECISIONS if name in present]
@@ -83,7 +83,7 @@ def _legend(results: Sequence[RunResult]) -> list[Line2D]:
     return [*colors, training, test]
 
 
-def _draw_scale(panel: Axes, result: RunResult) -> None:
+def _draw_scale(panel: Axes, result: Trained) -> None:
     # In epochs, so that the scale stands below the losses of its time.
     per_epoch = len(result.scales) / len(result.train_losses)
     steps = [step / per_epoch for step in range(1, len(result.scales) + 1)]

@@ -1,4 +1,4 @@
-"""The demo's numbers for people and for programs: a table and a JSON file."""
+"""The demo's numbers for people and for programs: PyTorch's tables, and a JSON file for all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich import box
 from rich.table import Table
 
-from mezzo.demo.devices import describe
 from mezzo.demo.results import speed_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from mezzo.demo.results import Plan, RunResult
+    from mezzo.demo.results import Plan, RunResult, Trained
 
 MEBI = 2**20
 CAPTION = (
@@ -38,10 +36,15 @@ EMULATED = (
 NARROW: Mapping[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
 
 
-def results_table(results: Sequence[RunResult], device: torch.device) -> Table:
-    """One row per run; runs of one model stand together."""
+def results_table(results: Sequence[RunResult], where: str) -> Table:
+    """One row per run; runs of one model stand together.
+
+    Args:
+        results: The runs, of PyTorch.
+        where: The name of the device.
+    """
     table = Table(
-        title=f"mezzo demo on {describe(device)}",
+        title=f"mezzo demo on {where}",
         caption=_caption(results),
         caption_justify="left",
         **NARROW,
@@ -95,28 +98,28 @@ def _cells(result: RunResult, results: Sequence[RunResult]) -> list[str]:
     ]
 
 
-def save_json(results: Sequence[RunResult], plan: Plan, device: torch.device, cost: float, path: Path) -> None:
+def save_json(results: Sequence[Trained], plan: Plan, setting: Mapping[str, Any], path: Path) -> None:
     """Write every number, and what is needed to judge or repeat it.
 
     Args:
-        results: The runs.
+        results: The runs, of all frameworks.
         plan: What they were asked to do.
-        device: Where they ran.
-        cost: What float16's own products take there, as a multiple of float32's.
+        setting: Versions, devices and their like.
         path: The file, overwritten if it exists.
     """
     document = {
         "mezzo": importlib.metadata.version("mezzo"),
-        "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": {"type": device.type, "name": describe(device)},
-        "threads": torch.get_num_threads(),
-        # On CUDA, "float32" convolutions may use TF32; this is the setting for matrix products.
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "float16_cost": cost,
+        **setting,
         "plan": asdict(plan),
         "runs": [
-            {**asdict(result), "seconds": result.seconds, "speed_up": speed_up(result, results)} for result in results
+            {
+                "framework": result.framework,
+                **asdict(result),
+                "seconds": result.seconds,
+                "speed_up": speed_up(result, results),
+            }
+            for result in results
         ],
     }
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+Framework = Literal["torch", "jax"]
 Precision = Literal["float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 LOW_WEIGHTS: tuple[Precision, ...] = ("bfloat16", "float16")
@@ -51,13 +52,13 @@ class Plan:
         seed: Decides the split, the initial weights and the order of the samples.
         growth_interval: Steps without an overflow after which the gradient scaler doubles its scale.
         emulate_float16: Compute float16's products in float32 and round them, as GPUs do: for processors
-            whose own float16 is slow.
+            whose own float16 is slow. For PyTorch's runs.
 
     Raises:
         ValueError: If the epochs, the batch size or the growth interval are below 1.
     """
 
-    # Of a length that all runs together, eight, take about a minute on one core.
+    # Of a length that all of PyTorch's runs together, eight, take about a minute on one core.
     epochs: int = 8
     batch_size: int = 128
     learning_rate: float = 2e-3
@@ -77,9 +78,9 @@ class Plan:
                 raise ValueError(message)
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """The numbers of one run.
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The numbers of one run that every framework gives.
 
     Args:
         model: The model's name.
@@ -89,16 +90,11 @@ class RunResult:
         test_losses: Loss on the test part after each epoch.
         test_accuracy: Share of the test part that is classified right after the last epoch.
         epoch_seconds: Time spent in the training steps of each epoch, without evaluation.
-        peak_memory_bytes: Most memory alive at one moment of a training step.
-        ops_by_dtype: Output dtype -> calls that autocast decided on, in one forward pass with its loss.
-        casts: Casts that autocast inserted in that pass.
         scales: The gradient scale after each step; empty where no scaler is used.
         skipped_steps: Numbers, from 1, of the steps that the scaler skipped, for a gradient was not finite.
-        emulated: Whether float16's products were computed in float32 and rounded.
-        prepared: Whether weights were stored in the low precision, with float32 masters in the optimizer.
-        held_bytes: What lives from step to step, in bytes: "weights", "gradients" (as a step leaves them), "state" of
-            the optimizer, "masters".
     """
+
+    framework: ClassVar[Framework]
 
     model: str
     precision: Precision
@@ -107,11 +103,39 @@ class RunResult:
     test_losses: tuple[float, ...]
     test_accuracy: float
     epoch_seconds: tuple[float, ...]
+    scales: tuple[float, ...] = ()
+    skipped_steps: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The model's name, different from those of other frameworks."""
+        return self.model
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in training steps, all epochs together."""
+        return sum(self.epoch_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(Trained):
+    """The numbers of one run of PyTorch's: those of `Trained`, and these.
+
+    Args:
+        peak_memory_bytes: Most memory alive at one moment of a training step.
+        ops_by_dtype: Output dtype -> calls that autocast decided on, in one forward pass with its loss.
+        casts: Casts that autocast inserted in that pass.
+        emulated: Whether float16's products were computed in float32 and rounded.
+        prepared: Whether weights were stored in the low precision, with float32 masters in the optimizer.
+        held_bytes: What lives from step to step, in bytes: "weights", "gradients" (as a step leaves them), "state" of
+            the optimizer, "masters".
+    """
+
+    framework: ClassVar[Framework] = "torch"
+
     peak_memory_bytes: int
     ops_by_dtype: Mapping[str, int]
     casts: int
-    scales: tuple[float, ...] = ()
-    skipped_steps: tuple[int, ...] = ()
     emulated: bool = False
     prepared: bool = False
     held_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -121,19 +145,38 @@ class RunResult:
         """How it trained."""
         return Way(self.precision, self.prepared)
 
+
+@dataclass(frozen=True, kw_only=True)
+class JaxResult(Trained):
+    """The numbers of one run of JAX's: those of `Trained`, and these.
+
+    Args:
+        compile_seconds: Time to trace and compile the training step and the evaluation, which `epoch_seconds` is without.
+        kept_bytes: What a step's forward pass keeps for the backward pass, weights included.
+        dots_by_dtype: Dtype of the operands -> matrix products and convolutions, in one forward pass with its loss.
+        casts: Casts that autocast put into that pass.
+    """
+
+    framework: ClassVar[Framework] = "jax"
+
+    compile_seconds: float
+    kept_bytes: int
+    dots_by_dtype: Mapping[str, int]
+    casts: int
+
     @property
-    def seconds(self) -> float:
-        """Time spent in training steps, all epochs together."""
-        return sum(self.epoch_seconds)
+    def title(self) -> str:
+        """The model's name with JAX's."""
+        return f"{self.model}, JAX"
 
 
-def speed_up(result: RunResult, results: Iterable[RunResult]) -> float | None:
-    """How many times faster a run trained than the same model in float32.
+def speed_up(result: Trained, results: Iterable[Trained]) -> float | None:
+    """How many times faster a run trained than the same model in float32, in the same framework.
 
     Returns:
         The ratio, above 1 when `result` is faster, or None where `results` has no float32 run of the model.
     """
     for other in results:
-        if other.model == result.model and other.precision == "float32":
+        if other.title == result.title and other.precision == "float32":
             return other.seconds / result.seconds
     return None

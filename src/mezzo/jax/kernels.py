@@ -166,6 +166,10 @@ def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str)
     array = value.array
     if array.dtype == target:
         return array
+    if value.constants is not None and len(value.constants) == 1 and array.ndim:
+        # A repeated literal: made anew, so that no array of float32 has to be cast.
+        (number,) = value.constants
+        return lax.full_like(array, number, dtype=target)
     if target == jnp.float32 or value.storage is Storage.NO or not is_repeated(value, equation, primitive):
         return _saturated(value, target) if value.storage is Storage.REPEATED else cast(array, target)
     # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.

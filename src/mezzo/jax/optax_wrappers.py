@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mezzo.errors import OptionError
 from mezzo.jax.grad_check import look
@@ -172,4 +171,4 @@ def _copy(leaf: Any) -> jax.Array:
 def _zeros(shapes: Any, grads: Any) -> Any:
     """Make the updates of a skipped step."""
     # From the gradients, as these know how they are sharded.
-    return jax.tree.map(lambda shape, grad: lax.full_like(grad, 0, shape.dtype, shape.shape), shapes, grads)
+    return jax.tree.map(lambda shape, grad: jnp.zeros_like(grad, shape.dtype), shapes, grads)
