@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax._src.core import jaxprs_in_params  # public since JAX 0.10
 from jax.extend import core
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Those whose results are used, those of inner programs once each, however often they run."""
     for equation in _used(jaxpr):
         yield equation
-        for inner in core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 

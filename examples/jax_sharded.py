@@ -57,10 +57,12 @@ def step(params: Params, images: jax.Array, labels: jax.Array) -> tuple[Params, 
 
 
 def step_of_a_shard(params: Params, images: jax.Array, labels: jax.Array) -> tuple[Params, jax.Array]:
-    """Descend once with one device's part of the batch; the gradients are averaged here, in float32."""
-    local = jax.tree.map(lambda weight: lax.pcast(weight, "data", to="varying"), params)
-    loss, grads = jax.value_and_grad(loss_fn)(local, images, labels)
-    grads, loss = lax.pmean((grads, loss), "data")
+    """Descend once with one device's part of the batch; the loss is averaged here, and so are the gradients, in float32."""
+
+    def mean_loss(params: Params) -> jax.Array:
+        return lax.pmean(loss_fn(params, images, labels), "data")
+
+    loss, grads = jax.value_and_grad(mean_loss)(params)
     return jax.tree.map(lambda weight, grad: weight - 0.3 * grad, params, grads), loss
 
 

@@ -130,7 +130,10 @@ def test_nobody_hears_after_the_observer_has_gone() -> None:
         ("div", [{1.0}, {0.0}], None),
         ("neg", [{1.0}], {-1.0}),
         ("select_n", [{0.0}, {-1e9}], {0.0, -1e9}),
-        ("exp", [{0.0}], None),
+        ("exp", [{0.0}], {1.0}),
+        ("exp", [{1000.0}], None),
+        ("sqrt", [{-1.0}], None),
+        ("tan", [{0.0}], None),
         ("add", [set(map(float, range(5))), {0.0, 0.1, 0.2, 0.3}], None),
     ],
 )

@@ -158,3 +158,16 @@ def test_every_module_of_the_core_and_of_the_adapter_with_public_functions_has_a
         "mezzo.torch.observe",
     } <= named
     assert "mezzo.torch.policies" in named
+    assert {
+        "mezzo.jax.__init__",
+        "mezzo.jax.autocast",
+        "mezzo.jax.explain",
+        "mezzo.jax.functions",
+        "mezzo.jax.master_weights",
+        "mezzo.jax.ops",
+        "mezzo.jax.optax_wrappers",
+        "mezzo.jax.scaler",
+        "mezzo.jax.scopes",
+        "mezzo.jax.stepping",
+        "mezzo.report",
+    } <= named

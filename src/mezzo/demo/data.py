@@ -72,7 +72,11 @@ def load_split(seed: int = 0, limit: int | None = None) -> Digits:
         >>> len(digits.train), len(digits.test)
         (1347, 450)
     """
-    train, test = load_arrays(seed, limit)
+    return as_tensors(*load_arrays(seed, limit))
+
+
+def as_tensors(train: ArrayPart, test: ArrayPart) -> Digits:
+    """Give both parts as tensors on the CPU, which share the arrays' memory."""
     return Digits(_tensors(train), _tensors(test))
 
 

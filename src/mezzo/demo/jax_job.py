@@ -10,7 +10,6 @@ import flax
 import jax
 import optax  # type: ignore[import-untyped]
 
-from mezzo.demo.arrays import load_arrays
 from mezzo.demo.jax_report import jax_table
 from mezzo.demo.jax_run import JaxRun
 from mezzo.demo.parts import Finished
@@ -20,6 +19,7 @@ from mezzo.demo.turns import train_in_turn
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mezzo.demo.arrays import ArrayPart
     from mezzo.demo.results import Plan
 
 
@@ -38,9 +38,9 @@ class JaxPart:
     def __init__(self, device: str | None, *, alone: bool) -> None:
         self._device = pick_jax_device(device, strict=alone)
 
-    def train(self, plan: Plan, limit: int | None, console: Console) -> Finished:
+    def train(self, plan: Plan, digits: tuple[ArrayPart, ArrayPart], console: Console) -> Finished:
         """Train every run, on as many threads of the CPU as XLA takes."""
-        train, test = load_arrays(plan.seed, limit)
+        train, test = digits
         where = describe(self._device)
         console.print(
             f"JAX: {len(train)} digits to train on, {len(test)} to test; {plan.epochs} epochs per run, on {where}"

@@ -15,27 +15,29 @@ if TYPE_CHECKING:
     from mezzo.demo.results import JaxResult
 
 CAPTION = (
-    "time: training steps only. compile: tracing and compiling them and the\n"
-    "evaluation, before. speed up: of time, against float32. kept: what a forward\n"
-    "pass keeps for the backward pass, weights included. dots: matrix products and\n"
-    "convolutions; casts: those that autocast put in; both of one forward pass.\n"
-    "skips: steps that the gradient scaler left out, as a gradient had overflowed."
+    "time: training steps only, on all of XLA's threads. speed up: of that,\n"
+    "against float32. compile: tracing and compiling the step and the\n"
+    "evaluation. kept: what a forward pass keeps for the backward pass,\n"
+    "weights included. dots: matrix products in one forward pass. casts:\n"
+    "those that autocast put into it. skips: steps that the gradient scaler\n"
+    "left out, as a gradient had overflowed."
 )
 
 
 def jax_table(results: Sequence[JaxResult], where: str) -> Table:
-    """One row per run.
+    """One row per run of one model, which the title names: there is no room for it in 80 columns.
 
     Args:
         results: The runs.
         where: The name of the device.
     """
-    table = Table(title=f"mezzo demo with JAX on {where}", caption=CAPTION, caption_justify="left", **NARROW)
-    for heading in ("model", "precision"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("train\nloss", "test\nacc.", "time,\ns", "speed\nup", "com-\npile,s", "kept,\nMiB"):
+    table = Table(
+        title=f"mezzo demo with JAX: {results[0].model}, on {where}", caption=CAPTION, caption_justify="left", **NARROW
+    )
+    table.add_column("precision", no_wrap=True)
+    for heading in ("train\nloss", "test\nacc.", "time,\ns", "speed\nup", "compile,\ns", "kept,\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("dots by\ndtype", min_width=10)
+    table.add_column("dots by\ndtype", min_width=11)
     for heading in ("casts", "skips"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
@@ -46,7 +48,6 @@ def jax_table(results: Sequence[JaxResult], where: str) -> Table:
 def _cells(result: JaxResult, results: Sequence[JaxResult]) -> list[str]:
     ratio = speed_up(result, results)
     return [
-        result.model,
         result.precision,
         f"{result.train_losses[-1]:.4f}",
         f"{result.test_accuracy:.1%}",

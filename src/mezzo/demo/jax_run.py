@@ -11,7 +11,7 @@ import numpy as np
 
 from mezzo.demo.jax_step import Training
 from mezzo.demo.results import JaxResult
-from mezzo.jax.explain import explain
+from mezzo.jax import explain
 from mezzo.jax.residuals import bytes_kept
 
 if TYPE_CHECKING:

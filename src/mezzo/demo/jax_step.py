@@ -10,9 +10,7 @@ import optax  # type: ignore[import-untyped]
 
 from mezzo.demo.arrays import SIDE
 from mezzo.demo.jax_model import RowTransformer
-from mezzo.jax import autocast
-from mezzo.jax.scaler import GradScaler
-from mezzo.jax.stepping import apply_if
+from mezzo.jax import GradScaler, apply_if, autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mezzo.demo import installed
+from mezzo.demo.arrays import load_arrays
 from mezzo.demo.picture import save_plot
 from mezzo.demo.report import save_json
 from mezzo.demo.results import Plan
@@ -68,9 +69,10 @@ def run_demo(
     plan = _plan(epochs, seed, quick=quick)
     # Before the work, so that a folder that cannot be made costs no minute of training.
     output.mkdir(parents=True, exist_ok=True)
+    digits = load_arrays(seed, QUICK_SAMPLES if quick else None)
     finished = []
     for part in parts:
-        finished.append(part.train(plan, QUICK_SAMPLES if quick else None, console))
+        finished.append(part.train(plan, digits, console))
         _show(finished[-1], console)
     if framework == "all":
         for name in installed.NEEDS:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from mezzo.demo.arrays import ArrayPart
     from mezzo.demo.results import Plan, Trained
 
 
@@ -34,5 +35,5 @@ class Finished:
 class Part(Protocol):
     """The runs of one framework, on a device that is there."""
 
-    def train(self, plan: Plan, limit: int | None, console: Console) -> Finished:
-        """Train every run on the digits, or on `limit` of them; show progress on the console."""
+    def train(self, plan: Plan, digits: tuple[ArrayPart, ArrayPart], console: Console) -> Finished:
+        """Train every run on the first part of the digits, test it on the second; show progress on the console."""

@@ -55,10 +55,13 @@ def save_plot(results: Sequence[Trained], path: Path) -> None:
     panels[0, 0].set_ylabel("mean cross-entropy loss (log scale)")
     # Outside the panels: no corner of them is free in every run.
     handles = _legend(results)
-    figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside lower center")
+    # One panel alone is too narrow for them in a row.
+    columns = len(handles) if len(models) > 1 else 3
+    figure.legend(handles=handles, frameon=False, ncols=columns, loc="outside lower center")
     if scaled:
         panels[1, 0].set_ylabel("gradient scale, float16\n(log2 scale)")
-    figure.suptitle("Handwritten digits: float32, and bfloat16 and float16 under mezzo's autocast")
+    break_ = " " if len(models) > 1 else "\n"
+    figure.suptitle(f"Handwritten digits: float32,{break_}and bfloat16 and float16 under mezzo's autocast")
     figure.savefig(path, format="png", dpi=150)
 
 

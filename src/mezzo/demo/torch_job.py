@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzo.demo.data import load_split
+from mezzo.demo.data import as_tensors
 from mezzo.demo.devices import describe, pick_device, single_threaded
 from mezzo.demo.emulation import SLOW, float16_cost
 from mezzo.demo.models import MODELS
@@ -21,6 +21,7 @@ from mezzo.demo.turns import train_in_turn
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mezzo.demo.arrays import ArrayPart
     from mezzo.demo.data import Digits
     from mezzo.demo.results import Plan, RunResult
 
@@ -38,10 +39,10 @@ class TorchPart:
     def __init__(self, device: str | None) -> None:
         self._device = pick_device(device)
 
-    def train(self, plan: Plan, limit: int | None, console: Console) -> Finished:
+    def train(self, plan: Plan, digits: tuple[ArrayPart, ArrayPart], console: Console) -> Finished:
         """Train every run, on one thread of the CPU; where float16 is slow, its products run in float32 and are rounded."""
         with single_threaded():
-            return self._train(load_split(plan.seed, limit), plan, console)
+            return self._train(as_tensors(*digits), plan, console)
 
     def _train(self, digits: Digits, plan: Plan, console: Console) -> Finished:
         where = describe(self._device)

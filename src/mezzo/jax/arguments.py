@@ -9,12 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import numpy as jnp
 
 from mezzo.errors import ArrayTypeError, MutationError
 
 from .internals import ClosedJaxpr
 
 __all__ = ["Arguments", "Traced", "split_arguments", "trace"]
+
+_NO_NUMBERS = "OUSMmV"
+"""The kinds of NumPy's dtypes that JAX cannot compute with."""
 
 _FOREIGN = ("torch", "tensorplay", "tensorflow", "paddle", "mlx")
 
@@ -76,10 +80,13 @@ def split_arguments(positional: tuple[Any, ...], named: dict[str, Any]) -> Argum
 
 
 def _as_array(leaf: Any) -> Any:
-    """Let a wrapper give the array that it stands for; tracers have the method, too, and None in its place."""
-    if isinstance(leaf, jax.Array) or not callable(getattr(type(leaf), "__jax_array__", None)):
+    """Make an array JAX's own, in the dtype that JAX has for it; a wrapper gives the array that it stands for."""
+    if isinstance(leaf, jax.Array):
         return leaf
-    return leaf.__jax_array__()
+    if callable(getattr(type(leaf), "__jax_array__", None)):
+        return leaf.__jax_array__()
+    is_numpy = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in _NO_NUMBERS
+    return jnp.asarray(leaf) if is_numpy else leaf
 
 
 def _refuse_foreign(leaf: Any, tree: Any, place: int) -> None:
@@ -99,7 +106,7 @@ def _refuse_foreign(leaf: Any, tree: Any, place: int) -> None:
 
 
 def _refuse_object(leaf: Any, tree: Any, place: int) -> None:
-    if getattr(leaf.dtype, "kind", "") in "OUSM" and not isinstance(leaf, jax.Array):
+    if not isinstance(leaf, jax.Array) and leaf.dtype.kind in _NO_NUMBERS:
         msg = f"{_where(tree, place)} is a NumPy array of {leaf.dtype}, which JAX cannot compute with; pass numbers."
         raise ArrayTypeError(msg)
 
@@ -181,22 +188,20 @@ def _refuse_results(leaves: Sequence[Any], tree: Any, name: str) -> None:
 
 
 def _nnx_state(tree: Any) -> list[tuple[Any, Any]]:
-    """Give the variables of the NNX modules among the arguments, each with the array that it holds."""
+    """Give the variables of the NNX modules among the arguments, each with the array that it holds.
+
+    Not those of an `nnx.State`: it is merged into a module in the function, which is the way to do it.
+    """
     flax = sys.modules.get("flax.nnx")
     if flax is None:
         return []
     modules = [
         node
-        for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, flax.Module | flax.Variable))
-        if isinstance(node, flax.Module | flax.Variable)
+        for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, flax.Module | flax.State))
+        if isinstance(node, flax.Module)
     ]
-    return [(variable, variable.get_value()) for module in modules for variable in _variables(module, flax)]
-
-
-def _variables(module: Any, flax: Any) -> list[Any]:
-    if isinstance(module, flax.Variable):
-        return [module]
-    return [node for _, node in flax.iter_graph(module) if isinstance(node, flax.Variable)]
+    nodes = [node for module in modules for _, node in flax.iter_graph(module)]
+    return [(node, node.get_value()) for node in nodes if isinstance(node, flax.Variable)]
 
 
 def _refuse_mutation(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]], name: str) -> None:

@@ -16,7 +16,7 @@ from mezzo.errors import OptionError
 
 from . import calls, custom_rules, loops  # noqa: F401 - each says which primitives it enters
 from .arguments import Arguments, Traced, split_arguments, trace
-from .internals import Aval
+from .internals import Aval, as_weak, aval_of
 from .interpreter import interpret
 from .kernels import Context
 from .observing import current_observer
@@ -80,10 +80,12 @@ def autocast(
     by itself, so that gradients of all uses add up in float32.
 
     It composes with ``jax.jit``, ``grad``, ``vmap`` and the rest, on either side. Recommended is
-    ``jax.jit(jax.value_and_grad(autocast(loss)))``. Without ``jit`` outside, ``fn`` is traced at each call.
+    ``jax.jit(jax.value_and_grad(autocast(loss)))``. Without ``jit`` outside, ``fn`` is traced at each call. Where one
+    autocast is inside of another, the inner one decides.
 
     Args:
-        fn: The function: a loss, a model's apply, a layer. Arrays among its arguments are traced, all else stays as it is.
+        fn: The function: a loss, a model's apply, a layer. Arrays among its arguments are traced; all else, Python numbers
+            too, stays as it is.
             Without it, a decorator is returned.
         dtype: ``"bfloat16"`` or ``"float16"``, or that dtype. float16 needs a `GradScaler`.
         policy: Which primitive runs in which dtype: a `mezzo.Policy` for framework ``"jax"``, a built-in name or the path
@@ -93,7 +95,8 @@ def autocast(
         while_: ``"off"`` leaves `jax.lax.while_loop` alone: most are solvers with a tolerance that lower precision never
             reaches. ``"body"`` enters the body. The condition is never touched.
         custom_vjp: ``"opaque"`` leaves functions with a `jax.custom_vjp` alone, in exactly the dtypes they were written
-            for; ``"enter"`` rewrites them and their rules; a mapping says it for functions by name.
+            for; ``"enter"`` rewrites them and their rules; a mapping says it for functions by name. A name that
+            no function has changes nothing; `explain` shows the names.
         bias: ``"adapt"``: a stored float32 array that is broadcast against a lower-precision activation (a bias, a scale)
             takes its dtype, as hand-written code has it; its gradient is added up in float32. ``"promote"``: the result is
             float32, as in PyTorch.
@@ -186,4 +189,7 @@ def _output(array: Any, aval: Aval, settings: Settings) -> Any:
         return jnp.asarray(number.item()) if aval.weak_type else jnp.asarray(number, aval.dtype)
     if settings.outputs == "flow" or not is_float(dtype_of(array)):
         return array
-    return cast(array, FLOAT32 if settings.outputs == "float32" else dtype_of(aval))
+    if settings.outputs == "float32":
+        return cast(array, FLOAT32)
+    array = cast(array, dtype_of(aval))
+    return as_weak(array) if aval.weak_type and not aval_of(array).weak_type else array

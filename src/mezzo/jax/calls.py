@@ -33,8 +33,8 @@ def _jit(equation: Equation, operands: Sequence[Value], context: Context) -> lis
     inner = context.inside("jit", f"jit {equation.params['name']}")
     rewritten = rewrite(equation.params["jaxpr"], [mark_of(value) for value in operands], inner)
     arrays = [value.array for value in operands]
-    # A jit equation carries no constants of its own, so a program that has some is jitted anew.
-    anew = bool(rewritten.closed.consts)
+    # What a traced function closes over can be no part of an equation.
+    anew = any(isinstance(constant, jax.core.Tracer) for constant in rewritten.closed.consts)
     results = rewritten.compiled(*arrays) if anew else bind(equation, arrays, jaxpr=rewritten.closed)
     record(equation, "jit", "enter", "", operands, arrays, results, context)
     return marked(results, rewritten)

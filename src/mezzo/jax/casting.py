@@ -20,7 +20,10 @@ from .ops import traits
 from .settings import Settings
 from .values import FLOAT32, Storage, Value, dtype_name, dtype_of, is_float, obstacle, representable
 
-__all__ = ["Plan", "is_repeated", "plan_equation", "traced_dtypes"]
+__all__ = ["ADDING", "Plan", "is_mask_like", "is_repeated", "opaque", "plan_equation", "traced_dtypes"]
+
+ADDING = frozenset({"add", "sub"})
+"""Primitives by which masks are applied."""
 
 # Primitives whose operands JAX lets broadcast along dimensions of size one.
 _ELEMENTWISE = frozenset(
@@ -147,6 +150,13 @@ def _adapts(value: Value, equation: Equation, primitive: str, settings: Settings
 def is_repeated(value: Value, equation: Equation, primitive: str) -> bool:
     """Say whether an equation broadcasts this operand."""
     return primitive in _ELEMENTWISE and tuple(value.array.shape) != shape_of(equation.outvars[0])
+
+
+def is_mask_like(array: Any) -> bool:
+    """Say whether a stored array may be an additive mask: it differs from query to query. A bias has one dimension."""
+    shape = array.shape
+    wide = [size for size in shape if size != 1]
+    return len(wide) > 1 or (len(wide) == 1 and len(shape) > 1 and shape[-1] == 1 and shape[-2] != 1)
 
 
 # Products

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any, Literal, ParamSpec
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
 from mezzo.errors import OptionError, near
 
+from .internals import canonical_dtype
 from .settings import low_dtype_name
 from .values import FLOAT32, LOW, dtype_of, is_float
 
@@ -26,8 +28,8 @@ def upcast(tree: Any) -> Any:
     """Cast to float32 in a way that `autocast` can see.
 
     In a traced function ``x.astype(jnp.float32)`` leaves nothing behind if x is float32 there, so that autocast cannot know
-    that the code asked for float32. This leaves a rounding to all of float32's bits: nothing to the numbers, and in the
-    table an opaque primitive. Outside of autocast it costs nothing that could be measured.
+    that the code asked for float32. This leaves a rounding to all of float32's bits: nothing to the numbers, and
+    autocast leaves it in float32. Outside of autocast it costs nothing that could be measured.
 
     Args:
         tree: Arrays, in any pytree. float32, bfloat16 and float16 arrays become float32; all else stays.
@@ -111,4 +113,6 @@ def cast_inputs(
 
 
 def _is_wide(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and dtype_of(leaf) == FLOAT32
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return False
+    return bool(canonical_dtype(leaf.dtype) == FLOAT32)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.extend import core, linear_util, source_info_util
+from jax.extend.core import primitives
 
 __all__ = [
     "Aval",
@@ -22,9 +24,11 @@ __all__ = [
     "Jaxpr",
     "Literal",
     "Variable",
+    "as_weak",
     "aval_of",
     "bind",
     "bind_parameters",
+    "canonical_dtype",
     "closed_as_function",
     "closed_jaxpr",
     "equation_scope",
@@ -60,6 +64,18 @@ def closed_as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def aval_of(array: Any) -> Aval:
     """Give the abstract value of an array, a tracer or a NumPy array."""
     return jax.typeof(array)
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """Give the dtype that JAX has for another one: float32 for float64, unless 64-bit numbers are enabled."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def as_weak(array: Any) -> Any:
+    """Make an array's dtype weak, so that it adapts to others, as that of a Python number does."""
+    return primitives.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def is_reference(aval: Aval) -> bool:

@@ -10,8 +10,19 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
-from .internals import Aval, ClosedJaxpr, Jaxpr, Literal, aval_of, closed_as_function, equation_scope, last_uses
+from .internals import (
+    Aval,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    aval_of,
+    closed_as_function,
+    equation_scope,
+    last_uses,
+    shape_of,
+)
 from .kernels import Context, apply_equation
 from .values import Storage, Value, dtype_of, is_float
 
@@ -48,10 +59,14 @@ def interpret(jaxpr: Jaxpr, constants: Sequence[Any], operands: Sequence[Value],
 
 def _literal(atom: Literal) -> Value:
     dtype = dtype_of(atom.aval)
-    if not is_float(dtype) or getattr(atom.aval, "shape", None) != ():
+    if shape_of(atom) != () or getattr(dtype, "kind", "") not in "fVbiu":
         return Value(atom.val)
+    if not is_float(dtype):
+        # An integer may become a float: `jnp.where(mask, x, 0)` casts its 0.
+        return Value(atom.val, frozenset({float(np.asarray(atom.val))}) if dtype.kind in "biu" else None)
     # As a scalar of the traced dtype: a Python number would take the dtype of its neighbour without being asked.
-    scalar = dtype.type(atom.val)
+    with np.errstate(over="ignore"):
+        scalar = np.asarray(atom.val).astype(dtype)[()]
     return Value(scalar, frozenset({float(scalar)}))
 
 

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError
 
-from .casting import Plan, is_repeated, opaque, plan_equation, traced_dtypes
+from .casting import ADDING, Plan, is_mask_like, is_repeated, opaque, plan_equation, traced_dtypes
 from .internals import Equation, bind, name_stack_text, shape_of, source_of
 from .observing import Event
 from .ops import canonical, is_known, traits, warn_unknown
@@ -170,38 +170,34 @@ def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str)
         # A repeated literal: made anew, so that no array of float32 has to be cast.
         (number,) = value.constants
         return lax.full_like(array, number, dtype=target)
-    if target == jnp.float32 or value.storage is Storage.NO or not is_repeated(value, equation, primitive):
-        return _saturated(value, target) if value.storage is Storage.REPEATED else cast(array, target)
-    # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.
-    shape = shape_of(equation.outvars[0])
-    if _is_mask_like(array):
-        return lax.broadcast_in_dim(_saturating_cast(array, target), shape, tuple(range(len(shape))))
-    return cast(lax.broadcast_in_dim(array, shape, tuple(range(len(shape)))), target)
-
-
-def _saturated(value: Value, target: Any) -> Any:
-    if target != jnp.float32 and _is_mask_like(value.array):
-        return _saturating_cast(value.array, target)
-    return cast(value.array, target)
-
-
-def _is_mask_like(array: Any) -> bool:
-    """Say whether a stored array may be an additive mask, such as ``-1e9`` in float16: a bias has one dimension."""
-    return sum(1 for size in array.shape if size != 1) > 1
+    if target == jnp.float32 or value.storage is Storage.NO:
+        return cast(array, target)
+    if primitive in ADDING and (target == jnp.float16 or is_mask_like(array)):
+        array = _bounded(array, target)
+    if is_repeated(value, equation, primitive):
+        # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.
+        shape = shape_of(equation.outvars[0])
+        array = lax.broadcast_in_dim(array, shape, tuple(range(len(shape))))
+    return cast(array, target)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _saturating_cast(array: Any, dtype: Any) -> Any:
-    """Cast so that finite numbers stay finite: a row that is masked with finite numbers must not become NaN."""
-    largest = jnp.asarray(jnp.finfo(dtype).max, dtype)
-    low = lax.convert_element_type(array, dtype)
-    return lax.select(lax.is_finite(array), lax.clamp(-largest, low, largest), low)
+def _bounded(array: Any, dtype: Any) -> Any:
+    """Keep finite numbers finite in a lower precision: a row that is masked by -1e9 everywhere must not become NaN.
+
+    Numbers beyond the range become 7/16 of the largest, so that logits can be added to two such masks and what is hidden
+    is still zero after a softmax.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    beyond = lax.bitwise_and(lax.is_finite(array), lax.gt(lax.abs(array), jnp.asarray(largest, array.dtype)))
+    within = jnp.asarray(largest * 7 / 16, array.dtype)
+    return lax.select(beyond, lax.clamp(-within, array, within), array)
 
 
-@_saturating_cast.defjvp
-def _saturating_cast_jvp(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    # The derivative of a plain cast: nothing has to be kept for the backward pass.
-    return _saturating_cast(primals[0], dtype), lax.convert_element_type(tangents[0], dtype)
+@_bounded.defjvp
+def _bounded_jvp(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    # The derivative of a cast: nothing has to be kept for the backward pass.
+    return _bounded(primals[0], dtype), tangents[0]
 
 
 # Results
@@ -211,7 +207,7 @@ def _marked(
     equation: Equation, primitive: str, operands: Sequence[Value], results: Sequence[Any], plan: Plan
 ) -> list[Value]:
     if plan.reason == "literals only":
-        numbers = _constants(primitive, operands)
+        numbers = _constants(equation, primitive, operands)
         return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
     if "moves" in traits(primitive):
         sources = operands if len(operands) == len(results) > 1 else [operands[0]] * len(results)
@@ -222,11 +218,11 @@ def _marked(
     return [Value(result) for result in results]
 
 
-def _constants(primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
+def _constants(equation: Equation, primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
     numbers = [value.constants for value in operands if value.constants is not None]
     if "moves" in traits(primitive):
         return numbers[0]
-    return combine(primitive, numbers)
+    return combine(primitive, numbers, **equation.params)
 
 
 def _moved(equation: Equation, operand: Value) -> Storage:
@@ -250,8 +246,8 @@ def _convert(equation: Equation, operands: Sequence[Value], context: Context) ->
     if not (is_float(old) and is_float(new)) or context.settings.rule(primitive) is CastPolicy.OPAQUE:
         plan = opaque(equation, "") if is_float(old) and is_float(new) else Plan("no floats", "", [None])
         (result,) = run_plan(equation, primitive, operands, plan, context)
-        masks = frozenset({0.0, 1.0}) if old == jnp.bool_ and is_float(new) else None
-        return [Value(result.array, masks)]
+        numbers = frozenset({0.0, 1.0}) if old == jnp.bool_ and value.constants is None else value.constants
+        return [Value(result.array, numbers if is_float(new) else None)]
     if old == new:
         record(equation, primitive, "no cast", "", operands, [value.array], [value.array], context)
         return [value]

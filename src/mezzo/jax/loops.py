@@ -14,7 +14,7 @@ from .casting import opaque
 from .internals import Aval, Equation, aval_of, closed_as_function, is_reference
 from .interpreter import Mark, Rewritten, mark_of, rewrite
 from .kernels import Context, handles, record, run_plan
-from .values import FLOAT32, Storage, Value, cast, dtype_of, is_float
+from .values import FLOAT32, Storage, Value, cast, dtype_of, is_float, representable
 
 __all__ = ["has_references"]
 
@@ -107,7 +107,7 @@ def _cond(equation: Equation, operands: Sequence[Value], context: Context) -> li
         rewrite(branch, [mark_of(value) for value in others], context.inside(place, f"cond branch {place}"))
         for place, branch in enumerate(equation.params["branches"])
     ]
-    dtypes = [_widest(column) for column in zip(*(branch.dtypes for branch in branches), strict=True)]
+    dtypes = [_joined(column) for column in zip(*(branch.marks for branch in branches), strict=True)]
     arrays = [value.array for value in others]
     if index.array.dtype == jnp.bool_:
         results = lax.cond(index.array, _branch(branches[1], dtypes), _branch(branches[0], dtypes), *arrays)
@@ -119,6 +119,15 @@ def _cond(equation: Equation, operands: Sequence[Value], context: Context) -> li
 
 def _branch(branch: Rewritten, dtypes: Sequence[Any]) -> Callable[..., list[Any]]:
     return lambda *arrays: _cast_all(branch.function(*arrays), dtypes)
+
+
+def _joined(results: Sequence[Mark]) -> Any:
+    """Give the widest dtype of what the branches give. A branch that gives literals adapts if they fit."""
+    own = [dtype_of(mark.aval) for mark in results if mark.constants is None]
+    dtype = _widest(own or [dtype_of(mark.aval) for mark in results])
+    numbers = [mark.constants for mark in results if mark.constants is not None]
+    fits = not is_float(dtype) or dtype == FLOAT32 or all(representable(each, dtype) for each in numbers)
+    return dtype if fits else FLOAT32
 
 
 # Carries

@@ -52,7 +52,7 @@ class GradScaler:
     Example:
         >>> import jax
         >>> import jax.numpy as jnp
-        >>> from mezzo.jax.stepping import apply_if
+        >>> from mezzo.jax import apply_if
         >>> def loss_fn(weight, x):
         ...     return ((x @ weight.astype(jnp.float16)) ** 2).mean()
         >>> @jax.jit

@@ -36,8 +36,8 @@ def disabled(fn: Callable[P, R]) -> Callable[P, R]: ...
 def disabled(fn: Callable[..., Any] | None = None) -> Any:
     """Leave a part of a function alone: what is traced inside runs in exactly the dtypes that the code says.
 
-    The scope goes along into jitted functions, loops, branches and derivatives that are called inside. It works inside of
-    functions that `autocast` rewrites, whichever way around; outside of one it does nothing. A context manager, and a
+    The scope goes along into jitted functions, loops, branches and derivatives that are called inside. Outside of a function
+    that `autocast` rewrites it does nothing. A context manager, and a
     decorator of functions, with or without parentheses. Threads do not see each other's.
 
     Args:

@@ -47,7 +47,7 @@ def apply_if(check: CheckLike, update: Callable[..., Any], *operands: Any, skip:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from mezzo.jax.grad_check import GradCheck
+        >>> from mezzo.jax import GradCheck
         >>> weight, grad = jnp.array([1.0, 2.0]), jnp.array([0.5, jnp.inf])
         >>> apply_if(GradCheck.of(grad), lambda weight: weight - 0.1 * grad, weight)
         Array([1., 2.], dtype=float32)

@@ -8,6 +8,7 @@ an input or a constant that was merely stored in float32.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -136,15 +137,33 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "min": min,
     "neg": lambda a: -a,
     "abs": abs,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda a: 1 / math.sqrt(a),
+    "cbrt": lambda a: math.copysign(abs(a) ** (1 / 3), a),
+    "exp": math.exp,
+    "exp2": lambda a: 2.0**a,
+    "expm1": math.expm1,
+    "log": math.log,
+    "log1p": math.log1p,
+    "square": lambda a: a * a,
+    "pow": math.pow,
+    "integer_pow": lambda a, *, y: a**y,
+    "sin": math.sin,
+    "cos": math.cos,
+    "tanh": math.tanh,
+    "logistic": lambda a: 1 / (1 + math.exp(-a)),
+    "erf": math.erf,
 }
+"""How far a number is from zero decides whether it fits, so that the last digits need not be the device's."""
 
 
-def combine(primitive: str, operands: Sequence[frozenset[float]]) -> frozenset[float] | None:
+def combine(primitive: str, operands: Sequence[frozenset[float]], **parameters: Any) -> frozenset[float] | None:
     """Follow the possible numbers of values that are made of literals through an equation.
 
     Args:
         primitive: Its canonical name.
         operands: The possible numbers of each float operand.
+        **parameters: The equation's parameters.
 
     Returns:
         Those of the result; None if there are too many, or the primitive does more than arithmetic.
@@ -157,8 +176,9 @@ def combine(primitive: str, operands: Sequence[frozenset[float]]) -> frozenset[f
         found = frozenset().union(*operands)
     elif primitive in _ARITHMETIC:
         try:
-            found = frozenset(_ARITHMETIC[primitive](*each) for each in itertools.product(*operands))
-        except ZeroDivisionError:
+            chosen = {"y": parameters["y"]} if primitive == "integer_pow" else {}
+            found = frozenset(_ARITHMETIC[primitive](*each, **chosen) for each in itertools.product(*operands))
+        except (ArithmeticError, ValueError):
             return None
     else:
         return None

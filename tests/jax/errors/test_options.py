@@ -71,7 +71,9 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("option", "value", "text"), WORDS, ids=str)
+@pytest.mark.parametrize(
+    ("option", "value", "text"), WORDS, ids=[f"{place} {word[0]}" for place, word in enumerate(WORDS)]
+)
 def test_another_word_is_refused_at_once(option: str, value: Any, text: str) -> None:
     with pytest.raises(OptionError, match=text) as caught:
         autocast(identity, **{option: value})

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+from jax._src.core import jaxprs_in_params  # public since JAX 0.10
 
 from mezzo.jax import autocast
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .nets import LOW_DTYPES, Case, Draw, check
+from mezzo.jax import autocast
+
+from .nets import LOW_DTYPES, Case, Draw, check, check_close, check_dots, run, unit
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 2, 8
 VALUES = {"-1e9": -1e9, "-inf": -np.inf, "finfo.min": float(np.finfo(np.float32).min)}
@@ -103,15 +105,15 @@ def test_attention_with_masks_as_arrays_agrees_with_float32(dtype: str) -> None:
 
 
 @cache
-def hard_masks() -> Case:
-    """Rows that see nothing where the sum of logits and mask goes beyond float16, however the mask is cast to it."""
+def far_masks() -> Case:
+    """Rows that see nothing where the sum of logits and masks is below the least float16, though each of them is not."""
 
     def loss(params: Any, x: jax.Array, mask: jax.Array, padding: jax.Array) -> tuple[jax.Array, Any]:
         logits, v = scores(params, x)
         outputs = {
+            # The last row of the mask is one number everywhere: there the softmax is that of equal logits.
             "low logits": attend(logits - 24.0 + mask, v),
             "two masks": attend(logits + mask + padding, v),
-            "mask of one axis": attend(logits + padding[:1], v),
         }
         return sum(jnp.mean(out**2) for out in outputs.values()), outputs
 
@@ -119,16 +121,42 @@ def hard_masks() -> Case:
     return Case(loss, *parameters(), mask, np.full(SHAPES["[B,1,1,T]"], -1e9, np.float32))
 
 
-@pytest.mark.parametrize("dtype", LOW_DTYPES)
-def test_sums_of_masks_and_logits_do_not_leave_the_range(dtype: str) -> None:
-    check(hard_masks(), dtype, value=4, gradient=6)
+def test_sums_of_logits_and_masks_stay_in_the_range() -> None:
+    # One rounding of a logit near -24 is 24 units of the differences between logits, of which the softmax is made.
+    check(far_masks(), "bfloat16", value=12, gradient=24)
+
+
+def test_sums_of_logits_and_masks_stay_in_the_range_of_float16() -> None:
+    """What a row that sees nothing gives depends on rounding, in float32 too; it has to be finite, and others right."""
+    case = far_masks()
+    (_, outputs), gradients = case.under_autocast("float16")[0]
+    (_, expected), _ = case.expected
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((outputs, gradients)))
+    for name, limit in (("low logits", 12), ("two masks", 12)):
+        hidden = np.zeros(outputs[name].shape, bool)
+        hidden[-1, -1] = name == "low logits"
+        check_close(np.where(hidden, 0, outputs[name]), np.where(hidden, 0, expected[name]), limit * unit("float16"))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", "-1e9"), ("float16", "finfo.min"), ("bfloat16", "-1e9")])
+def test_a_mask_of_one_sequence_that_hides_every_key_gives_no_nan(dtype: str, value: str) -> None:
+    """A mask [1,1,1,T] has the shape of a bias."""
+
+    def masked(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
+        logits, v = scores(params, x)
+        return attend(logits + mask, v)
+
+    args = (*parameters(), np.full((1, 1, 1, LENGTH), VALUES[value], np.float32))
+    got, jaxpr = run(autocast(masked, dtype), *args)
+    check_dots(jaxpr, dtype, total=5)
+    check_close(got, run(masked, *args)[0], 4 * unit(dtype))
 
 
 def test_the_masks_have_rows_that_see_nothing_and_float32_has_no_nan() -> None:
     for shape in SHAPES.values():
         assert (~kept(shape, empty_rows=True)).all(-1).sum() == 1
         assert kept(shape, empty_rows=False).any(-1).all()
-    for case in (masked_by_arrays(), masked_inside(), hard_masks()):
+    for case in (masked_by_arrays(), masked_inside(), far_masks()):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(case.expected))
 
 

@@ -118,3 +118,21 @@ def test_the_statistics_of_a_batch_norm_are_computed_in_float32(dtype: str) -> N
     _, (logits, *statistics) = jax.eval_shape(autocast(case.loss, dtype, outputs="flow"), *case.args)
     assert logits.dtype == dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(statistics)} == {np.dtype("float32")}
+
+
+FACTORS = {
+    "a Python number": lambda: 8**-0.5,
+    "np.sqrt": lambda: 1 / np.sqrt(8),
+    "jnp.sqrt": lambda: 1 / jnp.sqrt(8),
+    "rsqrt": lambda: lax.rsqrt(8.0),
+    "power": lambda: jnp.power(8.0, -0.5),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_computed_from_numbers_alone_does_not_lift_an_activation(factor: str, dtype: str) -> None:
+    """`q @ k.T / jnp.sqrt(d)`: nothing but a number, so the activation keeps its dtype, and its memory."""
+    x = jnp.ones((4, 8))
+    fn = autocast(lambda x: (x @ x.T) * FACTORS[factor](), dtype, outputs="flow")
+    assert jax.eval_shape(fn, x).dtype == dtype
+    check_close(fn(x).astype(jnp.float32), jnp.full((4, 4), 8**0.5), 2 * unit(dtype))

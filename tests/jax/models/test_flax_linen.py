@@ -64,7 +64,7 @@ class Block(nn.Module):
         x = embed(ids)
         x = x + nn.MultiHeadDotProductAttention(2, use_bias=False)(nn.LayerNorm()(x), mask=mask)
         h = nn.LayerNorm(use_fast_variance=False)(x)
-        return embed.attend(x + nn.silu(nn.Dense(8)(h)))
+        return embed.attend(x + nn.Dense(8)(nn.silu(nn.Dense(16)(h))))
 
 
 @cache

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax._src.core import jaxprs_in_params  # public since JAX 0.10
+from jax.extend.core import JaxprEqn
 
 BF16 = ("bfloat16", "bfloat16", "bfloat16")
 F16 = ("float16", "float16", "float16")

@@ -97,6 +97,23 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(where: str, bias: Any) -> N
     assert set(sums) == {F32[:2]}
 
 
+@pytest.mark.parametrize(
+    "shape", [(WIDTH,), (1, WIDTH), (ROWS, 1), (ROWS, WIDTH), (1, ROWS, WIDTH), (4, 1, WIDTH)], ids=str
+)
+@pytest.mark.parametrize("low", [BF16, F16], ids=["bfloat16", "float16"])
+def test_gradients_of_stored_arrays_of_any_shape_are_summed_in_float32(low: tuple[str, ...], shape: Any) -> None:
+    x, w, b = arrays((4, ROWS, WIDTH), (WIDTH, WIDTH), shape)
+
+    def loss(b: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh((x @ w + b) * b))
+
+    made = autocast(loss, dtype=low[0])
+    assert of("add", made, b) == [low]
+    sums = of("reduce_sum", jax.grad(made), b)
+    assert len(sums) >= 3
+    assert set(sums) == {F32[:2]}
+
+
 def test_a_bias_gradient_over_many_rows_is_as_good_as_float32() -> None:
     rows = 20_000
     (x,) = arrays((rows, 2))

@@ -154,6 +154,13 @@ def test_arguments_are_cast_before_the_function_sees_them() -> None:
     assert cast_inputs(dtype="float16", outputs="flow")(kernel)(q, extra, scale=0.5).dtype == jnp.float16
 
 
+def test_numpys_float64_counts_as_float32_where_jax_has_no_float64() -> None:
+    made = cast_inputs(jnp.asarray, outputs="flow")
+    assert made(np.ones(2)).dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        assert made(np.ones(2)).dtype == jnp.float64
+
+
 def test_only_low_results_are_cast_back() -> None:
     def several(x: jax.Array) -> Any:
         return x, x.astype(jnp.float16), x.astype(jnp.float32), jnp.argmax(x), jax.random.key(0), None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import check_jaxpr
+from jax._src.core import check_jaxpr  # public since JAX 0.10
 
 from mezzo.jax import autocast
 

@@ -75,6 +75,7 @@ COMPUTED: dict[str, tuple[Fn, str, str]] = {
     "ones": (lambda y: y + jnp.ones((3, 1)), BRAIN, HALF),
     "zeros": (lambda y: jnp.concatenate([y, jnp.zeros((1, 3))]), BRAIN, HALF),
     "zeros_like": (lambda y: jnp.zeros_like(y) + y, BRAIN, HALF),
+    "where with an integer": (lambda y: jnp.where(y > 0, y, 0), BRAIN, HALF),
     "a padding": (lambda y: jnp.pad(y, 1), BRAIN, HALF),
     "clip": (lambda y: jnp.clip(y, -1.0, 1.0), BRAIN, HALF),
     "clip at much": (lambda y: jnp.clip(y, -1e6, 1e6), BRAIN, WIDE),

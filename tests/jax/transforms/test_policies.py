@@ -59,7 +59,7 @@ RULES: list[tuple[str, str, Fn, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rule", "fn", "came", "gave"), RULES, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("name", "rule", "fn", "came", "gave"), RULES, ids=[" ".join(rule[:2]) for rule in RULES])
 def test_an_override_changes_one_primitive(name: str, rule: str, fn: Fn, came: str, gave: str) -> None:
     x, w = inputs()
     made = autocast(lambda x, w: fn(x @ w), policy=DEFAULT.override({name: rule}), outputs="flow")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from jax.extend.core import check_jaxpr
+from jax._src.core import check_jaxpr  # public since JAX 0.10
 
 from mezzo.jax import autocast
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -135,6 +136,19 @@ def test_shardings_of_arguments_and_constraints_stay() -> None:
     got = made(w, x)
     assert got.sharding.is_equivalent_to(where, 2)
     assert distance(got, jnp.tanh(x @ w)) < CLOSE
+
+
+@pytest.mark.parametrize("constant", [None, np.eye(4, dtype=np.float32)], ids=["plain", "constant"])
+def test_shardings_of_an_inner_function_stay(constant: Any) -> None:
+    where = NamedSharding(mesh(), P("data", None))
+    (x,) = arrays((4, 4))
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x @ x if constant is None else x @ x * constant
+
+    made = jax.jit(autocast(jax.jit(scaled, out_shardings=where)))
+    assert dots(made, x) == {BF16: 1}
+    assert made(x).sharding.is_equivalent_to(where, 2)
 
 
 def test_explicit_mesh_axes_stay_in_the_types() -> None:

@@ -163,6 +163,13 @@ def test_numpy_arrays_and_scalars_are_traced() -> None:
         assert [leaf.dtype.name for leaf in jax.jit(made)(given, b, c)] == ["float32", "int32"]
 
 
+def test_numpys_float64_without_jit() -> None:
+    # JAX without enable_x64 takes it as float32, and so does autocast; also where a literal is the only other operand.
+    got = autocast(lambda a: (a * 2.0, a @ a, jnp.exp(a) + 1.0))(np.ones((2, 2)))
+    assert [each.dtype.name for each in got] == ["float32"] * 3
+    assert got[0].tolist() == got[1].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 def test_an_object_that_stands_for_an_array_is_taken_as_one() -> None:
     class Wrapper:
         def __init__(self, array: jax.Array) -> None:
