@@ -16,8 +16,9 @@ from . import jax_state
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # JAX reads these when it is first asked for a device: the tests of sharding need several, and the CPU can play eight.
+# Most of the tests' time would be LLVM's, for programs that run once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 
 # These need a process of their own: tests/torch/test_accelerator_suite.py starts it. A path to them given on the command
 # line is not ignored.

@@ -108,11 +108,11 @@ class _Uses:
         return [event for key, event in self._by_key.items() if key in found]
 
     def _onward(self, event: Event, operand: int) -> list[tuple[Any, ...]] | None:
-        """Follow a value through what only moves it or calls with it; None if it is computed with."""
+        """Follow a value through what only moves or scales it, or calls with it; None if it is computed with."""
         if is_marker(event) or _is_lowered(event):
             return []
         place = event.key[:-1]
-        if "moves" in traits(event.primitive):
+        if "moves" in traits(event.primitive) or _is_scaled(event, operand):
             return [(place, result) for result in event.eqn.outvars]
         if event.rule != _ENTERED:
             return None
@@ -136,6 +136,12 @@ class _Uses:
             for atom, result, gave in zip(jaxpr.outvars, results, caller.gave, strict=False)
             if atom is variable and gave in LOW_DTYPES
         ]
+
+
+def _is_scaled(event: Event, operand: int) -> bool:
+    """Say whether a value is multiplied by one number, such as logits by ``1 / sqrt(d)``: no digits cancel there."""
+    others = [shape for place, shape in enumerate(event.shapes_in) if place != operand]
+    return event.primitive in ("mul", "div") and operand == 0 and others == [()]
 
 
 def _reads_low(event: Event, operand: int) -> bool:

@@ -58,6 +58,9 @@ def test_autocast_around_the_gradient_of_an_mlp_agrees_with_float32(dtype: str) 
     check_close(grads, case.expected[1], 14 * unit(dtype))
 
 
+@pytest.mark.skipif(
+    not hasattr(jax.config, "jax_allow_f16_reductions"), reason="needs JAX 0.9, which looks for such sums"
+)
 def test_no_sum_of_an_mlp_runs_low(dtype: str) -> None:
     """JAX itself refuses low sums while this option is off."""
     params, x, _ = mlp().args
