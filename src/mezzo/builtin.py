@@ -19,6 +19,10 @@ PolicyLike = str | Path | Policy
 """What ``policy=`` takes: a built-in name, the path of a TOML file, or a `Policy`."""
 
 _APEX: Final = "apex-o1"
+_OVERRIDING: Final = {
+    "torch": "builtin_policy('default').override({'softmax': 'fp32'})",
+    "jax": "builtin_policy('default', framework='jax').override({'tanh': 'fp32'})",
+}
 _NAMES: Final = {"torch": ("default", "torch", "unified", "fp32", _APEX), "jax": ("default", "unified", "fp32")}
 
 
@@ -165,10 +169,13 @@ def resolve_policy(policy: PolicyLike, *, framework: str = "torch") -> Policy:
     else:
         msg = (
             f"policy must be a Policy, a built-in name or the path of a .toml file, got {type(policy).__name__}. "
-            "To change single rules: builtin_policy('default').override({'softmax': 'fp32'})."
+            f"To change single rules: {_OVERRIDING.get(framework, _OVERRIDING['torch'])}."
         )
         raise PolicyError(msg)
     if found.framework != framework:
-        msg = f"policy {found.name!r} is for {found.framework!r}, and this is the adapter for {framework!r}."
+        msg = (
+            f"policy {found.name!r} is for {found.framework!r}, and this is the adapter for {framework!r}. One is made with "
+            f"framework={framework!r}, in a .toml file too; builtin_policy('default', framework={framework!r}) is one."
+        )
         raise PolicyError(msg)
     return found

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from mezzo.errors import ArrayTypeError, MutationError
 
+from .argument_names import place_in_words, signature_of
 from .internals import ClosedJaxpr
 
 __all__ = ["Arguments", "Traced", "split_arguments", "trace"]
@@ -92,31 +93,23 @@ def _as_array(leaf: Any) -> Any:
 def _refuse_foreign(leaf: Any, tree: Any, place: int) -> None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         msg = (
-            f"{_where(tree, place)} is a ShapeDtypeStruct, and autocast takes arrays. To look at shapes and dtypes: "
+            f"{place_in_words(tree, place)} is a ShapeDtypeStruct, and autocast takes arrays. To look at shapes and dtypes: "
             "jax.eval_shape(autocast(fn), ...), jax.jit(autocast(fn)).lower(...), or mezzo.jax.explain(fn)(...)."
         )
         raise ArrayTypeError(msg)
     kind = type(leaf)
     if kind.__module__.split(".")[0] in _FOREIGN and hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         msg = (
-            f"{_where(tree, place)} is a {kind.__module__.split('.')[0]}.{kind.__name__}, and autocast takes JAX's and "
-            "NumPy's arrays. Convert it: jnp.asarray(x)."
+            f"{place_in_words(tree, place)} is a {kind.__module__.split('.')[0]}.{kind.__name__}, and autocast takes JAX's "
+            "and NumPy's arrays. Convert it: jnp.asarray(x)."
         )
         raise ArrayTypeError(msg)
 
 
 def _refuse_object(leaf: Any, tree: Any, place: int) -> None:
     if not isinstance(leaf, jax.Array) and leaf.dtype.kind in _NO_NUMBERS:
-        msg = f"{_where(tree, place)} is a NumPy array of {leaf.dtype}, which JAX cannot compute with; pass numbers."
+        msg = f"{place_in_words(tree, place)} is a NumPy array of {leaf.dtype}, which JAX cannot compute with; pass numbers."
         raise ArrayTypeError(msg)
-
-
-def _where(tree: Any, place: int) -> str:
-    """Name a leaf of the arguments: ``argument 1['weight']``, ``argument batch``."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
-    _, first, *rest = paths[place][0]
-    name = getattr(first, "idx", getattr(first, "key", first))
-    return f"argument {name}{jax.tree_util.keystr(tuple(rest))}"
 
 
 # Tracing
@@ -162,6 +155,9 @@ def trace(fn: Callable[..., Any], arguments: Arguments, name: str) -> Traced:
         _refuse_results(leaves, tree, name)
         return leaves
 
+    # So that errors of JAX name the function and its arguments, and not this one.
+    flat.__wrapped__ = fn  # type: ignore[attr-defined]
+    flat.__signature__ = signature_of(fn, arguments.tree, arguments.places)  # type: ignore[attr-defined]
     try:
         closed = jax.make_jaxpr(flat)(*arguments.arrays)
     except Exception as error:
@@ -215,7 +211,7 @@ def _refuse_mutation(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]
 def _mutation(name: str, how: str) -> str:
     return (
         f"{name} changed the state of a Flax NNX module that it {how}, as BatchNorm and Dropout do; in a traced function "
-        "the change would be lost. Pass the state and return it: graphdef, state = nnx.split(model) outside; in the "
-        "function model = nnx.merge(graphdef, state), then return nnx.state(model) too, and nnx.update(model, state) with "
-        "it outside."
+        "the change would be lost. Pass the state and return it. Outside: graph, params, rest = nnx.split(model, nnx.Param, "
+        "...). In the function: model = nnx.merge(graph, params, rest, copy=True), and return nnx.state(model, "
+        "nnx.Not(nnx.Param)) beside the loss (has_aux=True). Outside again: nnx.update(model, params, rest)."
     )

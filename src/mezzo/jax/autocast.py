@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from dataclasses import dataclass
+from typing import Any, Literal, Never, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -140,29 +141,53 @@ def autocast(
         msg = f"enabled={enabled!r} is not allowed; allowed are True, False."
         raise OptionError(msg)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return _transformed(function, settings, enabled=enabled)
+    decorator = _Decorator(settings, enabled)
+    return decorator if fn is None else decorator(fn)
 
-    return decorate if fn is None else decorate(fn)
+
+@dataclass(frozen=True)
+class _Decorator:
+    """What ``autocast`` without a function gives: called with one, it transforms it."""
+
+    settings: Settings
+    enabled: bool
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        return _transformed(fn, self.settings, enabled=self.enabled)
+
+    def __enter__(self) -> Never:
+        msg = (
+            "autocast is no context manager in JAX: what runs in a `with` block cannot be seen there. It is a "
+            "transformation such as jax.jit: loss = autocast(loss), or @autocast(dtype='bfloat16') above a function."
+        )
+        raise OptionError(msg)
+
+    def __exit__(self, *raised: object) -> None:
+        """Make it a context manager for `with`, which looks for both methods first."""
 
 
 def _transformed(fn: Callable[P, R], settings: Settings, *, enabled: bool) -> Callable[P, R]:
-    if not callable(fn):
+    if not callable(fn) or _is_dtype(fn):
         msg = (
-            f"autocast takes a function, got {type(fn).__name__}. It is a transformation such as jax.jit: "
-            "loss = autocast(loss), or @autocast(dtype='bfloat16') above it."
+            f"autocast takes a function, got {getattr(fn, '__name__', type(fn).__name__)}. It is a transformation "
+            "such as jax.jit: loss = autocast(loss), or @autocast(dtype='bfloat16') above it."
         )
         raise OptionError(msg)
 
     @functools.wraps(fn)
-    def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
+    def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> Any:
         if not enabled:
             with disabled():
                 return fn(*args, **kwargs)
-        result: R = _call(fn, settings, split_arguments(args, kwargs))
-        return result
+        return _call(fn, settings, split_arguments(args, kwargs))
 
-    return autocast_fn
+    transformed: Callable[P, R] = autocast_fn
+    return transformed
+
+
+def _is_dtype(thing: object) -> bool:
+    """Say whether a callable is a scalar type, such as ``jnp.bfloat16``."""
+    return isinstance(thing, type(jnp.float32)) or (isinstance(thing, type) and issubclass(thing, np.generic))
 
 
 def _call(fn: Callable[..., Any], settings: Settings, arguments: Arguments) -> Any:

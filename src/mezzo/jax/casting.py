@@ -15,7 +15,7 @@ from jax import lax
 
 from mezzo.decision import CastPolicy
 
-from .internals import Equation, shape_of
+from .internals import Equation, aval_of, shape_of
 from .ops import traits
 from .settings import Settings
 from .values import FLOAT32, Storage, Value, dtype_name, dtype_of, is_float, obstacle, representable
@@ -140,10 +140,13 @@ def _promoted(equation: Equation, primitive: str, operands: Sequence[Value], set
 def _adapts(value: Value, equation: Equation, primitive: str, settings: Settings) -> bool:
     """Say whether a stored operand takes the dtype of the activation that it is broadcast against.
 
-    A stored scalar does not: it may be a loss scale, which no lower precision holds.
+    A stored scalar does not: it may be a loss scale, which no lower precision holds. A Python number that came through
+    `jax.jit` does in bfloat16, which has float32's range: JAX knows it by its weak type, and adapts it too.
     """
-    if settings.bias != "adapt" or value.storage is Storage.NO or value.array.ndim == 0:
+    if settings.bias != "adapt" or value.storage is Storage.NO:
         return False
+    if value.array.ndim == 0:
+        return settings.dtype == "bfloat16" and bool(getattr(aval_of(value.array), "weak_type", False))
     return value.storage is Storage.REPEATED or is_repeated(value, equation, primitive)
 
 

@@ -67,7 +67,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
     * Warnings: products that stay in float32, functions left alone, unknown primitives, and casts to float32 that were
       lost. ``x.astype(jnp.float32)`` leaves no equation if ``x`` is traced as float32, so that no rewrite can honour it;
       they are found by watching calls while ``fn`` is traced. It warns if the value is in lower precision and something
-      other than a product or an op that casts to float32 itself computes with it.
+      other than a product, a multiplication by one number, or an op that casts to float32 itself computes with it.
 
     The backward pass of ``jax.grad(autocast(f))`` is made by JAX after the rewrite, and has no records of its own: it runs
     in the dtypes of the equations whose transpose it is. In ``autocast(jax.grad(f))`` it has.
@@ -100,9 +100,9 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
             named = ", ".join(options)
             msg = f"explain was given {named}, and {_name(fn)} applies autocast itself: give the options to that autocast."
             raise OptionError(msg)
-        if not seen.regions:
-            seen = _watch(own, args, kwargs)
-        return _report(_name(fn), seen)
+        if seen.regions:
+            return _report(_name(fn), seen)
+        return _report(_name(fn), _watch(own, args, kwargs), _HYPOTHETICAL)
 
     return functools.wraps(fn)(explained)
 
@@ -180,8 +180,11 @@ def _traced_anew() -> Iterator[None]:
 # Reporting
 
 
-def _report(title: str, seen: _Watching) -> Report:
-    notes, watch = [], seen.watch
+_HYPOTHETICAL = "no autocast was met in this function: the report is of autocast(fn), and as it stands nothing is cast"
+
+
+def _report(title: str, seen: _Watching, *remarks: str) -> Report:
+    notes, watch = [*remarks], seen.watch
     if not watch.works:
         notes.append("casts that leave no equation were not looked for: a profiler is running in this thread")
     counts: dict[Region, int] = {}

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mezzo.errors import ScalingError
+
 __all__ = ["CheckLike", "GradCheck"]
 
 Flag = jax.Array | np.bool_
@@ -95,8 +97,22 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def finite_in(check: Any) -> Any:
-    """Give the flag in a `GradCheck`, or the flag itself where a bool came."""
-    return check.finite if isinstance(check, GradCheck) else check
+    """Give the flag in a `GradCheck`, or the flag itself where a bool came.
+
+    Raises:
+        ScalingError: It is something else.
+    """
+    if isinstance(check, GradCheck):
+        return check.finite
+    dtype = jnp.dtype(bool) if isinstance(check, bool) else getattr(check, "dtype", None)
+    if dtype != jnp.dtype(bool) or jnp.shape(check) != ():
+        came = f"an array of {dtype} with shape {jnp.shape(check)}" if dtype is not None else type(check).__name__
+        msg = (
+            f"A verdict is a GradCheck, or a bool of no dimension that says whether all was finite; got {came}. "
+            "GradCheck.of(grads) makes one."
+        )
+        raise ScalingError(msg)
+    return check
 
 
 def _inexact_leaves(tree: Any) -> list[Any]:

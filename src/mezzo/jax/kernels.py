@@ -177,7 +177,7 @@ def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str)
     if is_repeated(value, equation, primitive):
         # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.
         shape = shape_of(equation.outvars[0])
-        array = lax.broadcast_in_dim(array, shape, tuple(range(len(shape))))
+        array = lax.broadcast_in_dim(array, shape, tuple(range(len(shape) - array.ndim, len(shape))))
     return cast(array, target)
 
 

@@ -15,7 +15,8 @@ from jax import lax
 
 from mezzo.errors import ScalingError, near
 from mezzo.jax.double_product import times_in_double
-from mezzo.jax.grad_check import CheckLike, GradCheck, is_inexact
+from mezzo.jax.flax_states import register_with_flax
+from mezzo.jax.grad_check import CheckLike, GradCheck, finite_in, is_inexact
 from mezzo.jax.scopes import disabled
 from mezzo.scaling import LossScaling, ScaleState
 
@@ -101,6 +102,7 @@ class GradScaler:
         if not isinstance(rule, LossScaling):
             msg = f"scaling must be a mezzo.LossScaling or None, not {rule!r}; or pass numbers by name: init_scale=1024.0."
             raise ScalingError(msg)
+        register_with_flax(cls)
         return cls(*_leaves(rule.start()), _count(0), rule, bool(enabled))
 
     def state(self) -> ScaleState:
@@ -135,6 +137,11 @@ class GradScaler:
             >>> scaler.scale, int(scaler.growth_tracker)
             (Array(512., dtype=float32), 7)
         """
+        if not isinstance(state, ScaleState):
+            msg = (
+                f"with_state takes a mezzo.ScaleState, not {type(state).__name__}; of saved numbers ScaleState(**them)."
+            )
+            raise ScalingError(msg)
         if not 2.0**-126 <= state.scale < math.inf:
             msg = (
                 f"The state has scale {state.scale!r}, with which no gradient survives: the scale of the run that saved it "
@@ -257,7 +264,7 @@ class GradScaler:
         """
         if not self.enabled:
             return self
-        found = check if isinstance(check, GradCheck) else GradCheck(jnp.logical_not(check), np.False_)
+        found = check if isinstance(check, GradCheck) else GradCheck(jnp.logical_not(finite_in(check)), np.False_)
         inf = jnp.asarray(found.inf)
         with disabled():
             return self._next(inf, jnp.asarray(found.nan) & ~inf)

@@ -21,6 +21,8 @@ __all__ = ["CustomVjp", "Settings", "low_dtype_name", "make_settings"]
 CustomVjp = str | Mapping[str, str]
 """What ``custom_vjp=`` takes: a word for all functions, or one for each by name."""
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+
 _ALLOWED = {
     "carry": ("pin", "fixpoint"),
     "while_": ("off", "body"),
@@ -123,9 +125,12 @@ def low_dtype_name(dtype: Any) -> str:
     Raises:
         DtypeError: It is something else.
     """
+    if hasattr(dtype, "shape") and hasattr(dtype, "dtype"):
+        msg = "autocast got an array for its dtype. It transforms a function, which is called then: autocast(fn)(x)."
+        raise DtypeError(msg)
     name = dtype if isinstance(dtype, str) else _name(dtype)
     if name not in LOW_DTYPES:
-        hint = near(name, LOW_DTYPES)
+        hint = f" Did you mean {_SHORT[name]!r}?" if name in _SHORT else near(name, LOW_DTYPES)
         msg = f"autocast computes in {' or '.join(LOW_DTYPES)}, got {dtype!r}.{hint}"
         if name == "float32":
             msg += " For float32 leave autocast away: enabled=False."

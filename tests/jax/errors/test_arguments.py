@@ -114,7 +114,7 @@ def nnx() -> ModuleType:
     return nnx
 
 
-HOW = r"nnx\.split\(model\).*nnx\.merge\(graphdef, state\).*return nnx\.state\(model\).*nnx\.update\(model, state\)"
+HOW = r"nnx\.split\(model, nnx\.Param, \.\.\.\).*copy=True.*has_aux=True.*nnx\.update\(model, params, rest\)"
 
 
 @pytest.fixture
@@ -170,17 +170,17 @@ def test_the_change_is_not_left_behind_as_a_tracer(counter: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_the_error_says_to_do_works(nnx: ModuleType, counter: Any) -> None:
-    graphdef, state = nnx.split(counter)
+    graph, params, rest = nnx.split(counter, nnx.Param, ...)
 
     @autocast
-    def forward(state: Any, x: jax.Array) -> Any:
-        model = nnx.merge(graphdef, state)
-        y = model(x)
-        return y, nnx.state(model)
+    def loss(params: Any, rest: Any, x: jax.Array) -> Any:
+        model = nnx.merge(graph, params, rest, copy=True)
+        return model(x).sum(), nnx.state(model, nnx.Not(nnx.Param))
 
-    assert dots(lambda state, x: forward(state, x)[0], state, jnp.ones((2, 2))) == {BF16: 1}
-    _, state = jax.jit(forward)(state, jnp.ones((2, 2)))
-    nnx.update(counter, state)
+    assert dots(lambda params: loss(params, rest, jnp.ones((2, 2)))[0], params) == {BF16: 1}
+    (_, rest), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, rest, jnp.ones((2, 2)))
+    assert jax.tree.leaves(gradient)[0].dtype == jnp.float32
+    nnx.update(counter, params, rest)
     assert float(counter.calls.value) == 1.0
 
 
@@ -214,3 +214,24 @@ def test_disabled_leaves_no_scope_behind_after_an_error() -> None:
         raise ZeroDivisionError
     (x,) = arrays((2, 2))
     assert dots(autocast(lambda x: x @ x), x) == {BF16: 1}
+
+
+def test_errors_of_jax_name_the_function_and_its_argument() -> None:
+    def choose(params: dict[str, jax.Array], /, *, flag: jax.Array) -> jax.Array:
+        return params["a"] if flag else params["a b"]
+
+    params = {"a": jnp.ones(2), "a b": jnp.ones(2), "1": jnp.ones(2)}
+    text = r"tracing the function choose at .*test_arguments.py:\d+ .*the argument flag"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"(?s)" + text):
+        autocast(choose)(params, flag=jnp.array(1.0))
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="the argument params_a_b"):
+        autocast(lambda params: 1.0 if params["a b"].sum() else 2.0)(params)
+
+
+@pytest.mark.parametrize("named", [{"lambda": 1.0}, {"1": 1.0}, {"x_": 1.0, "x": 2.0}, {"": 1.0}], ids=str)
+def test_any_name_of_an_argument_will_do(named: dict[str, float]) -> None:
+    arrays = {name: jnp.full((2, 2), value) for name, value in named.items()}
+    doubled = autocast(lambda x, **others: {name: other @ x for name, other in others.items()})
+    assert set(doubled(jnp.eye(2), **({name: array for name, array in arrays.items() if name != "x"}))) == {*named} - {
+        "x"
+    }
