@@ -86,8 +86,26 @@ def plan_equation(equation: Equation, primitive: str, operands: Sequence[Value],
         rule, reason = CastPolicy.FP32, "x * x, which is a square"
     if rule is not CastPolicy.LOWER_PRECISION_FP and _all_constant(operands):
         return Plan(CastPolicy.OPAQUE, "literals only", [dtype if is_float(dtype) else None for dtype in traced])
+    if rule is CastPolicy.LOWER_PRECISION_FP and not _literals_fit(operands, settings.low):
+        rule, reason = CastPolicy.FP32, f"a literal that {settings.dtype} does not hold"
     targets = _targets(rule, equation, primitive, operands, settings)
+    if _has_body(equation) and any(new is not None and new != old for new, old in zip(targets, traced, strict=True)):
+        return opaque(equation, "it combines by a function that was traced in these dtypes")
     return Plan(rule, reason, targets, _product_dtype(equation, operands, targets))
+
+
+def _has_body(equation: Equation) -> bool:
+    """Say whether a scatter computes: its function is part of the equation, and is not cast."""
+    body = equation.params.get("update_jaxpr")
+    return body is not None and bool(getattr(body, "eqns", ()))
+
+
+def _literals_fit(operands: Sequence[Value], dtype: Any) -> bool:
+    return all(representable(value.constants, dtype) for value in _floats(operands) if value.constants is not None)
+
+
+def _floats(operands: Sequence[Value]) -> list[Value]:
+    return [value for value in operands if is_float(dtype_of(value.array))]
 
 
 def _targets(
@@ -100,18 +118,32 @@ def _targets(
         target = FLOAT32
     elif rule is CastPolicy.PROMOTE:
         target = _promoted(equation, primitive, operands, settings)
-    elif rule is CastPolicy.FALLTHROUGH and _came_apart(equation, primitive, operands):
-        if "follows" in traits(primitive):
-            # A buffer that is made of literals has no dtype of its own but the one that was traced.
-            first = operands[0]
-            target = first.array.dtype if first.constants is None else dtype_of(equation.invars[0].aval)
-        else:
-            target = _promoted(equation, primitive, operands, settings)
+    elif rule is CastPolicy.FALLTHROUGH:
+        target = _agreed(equation, primitive, operands, settings)
     return [target if is_float(dtype_of(value.array)) else None for value in operands]
 
 
+def _agreed(equation: Equation, primitive: str, operands: Sequence[Value], settings: Settings) -> Any:
+    """Find the dtype for operands that are left as they are, if they cannot be; else None."""
+    fill = equation.params.get("fill_value")
+    if isinstance(fill, int | float) and not _fill_fits(fill, operands):
+        return FLOAT32
+    if not _came_apart(equation, primitive, operands):
+        return None
+    first = operands[0]
+    if "follows" not in traits(primitive) or settings.dtype == "float16":
+        return _promoted(equation, primitive, operands, settings)
+    # A buffer that is made of literals has no dtype of its own but the one that was traced.
+    return first.array.dtype if first.constants is None else dtype_of(equation.invars[0].aval)
+
+
+def _fill_fits(fill: float, operands: Sequence[Value]) -> bool:
+    low = [value.array.dtype for value in _floats(operands) if value.array.dtype != FLOAT32]
+    return all(representable(frozenset({float(fill)}), dtype) for dtype in low)
+
+
 def _all_constant(operands: Sequence[Value]) -> bool:
-    return all(value.constants is not None for value in operands if is_float(dtype_of(value.array)))
+    return all(value.constants is not None for value in _floats(operands))
 
 
 def _came_apart(equation: Equation, primitive: str, operands: Sequence[Value]) -> bool:
@@ -125,16 +157,12 @@ def _came_apart(equation: Equation, primitive: str, operands: Sequence[Value]) -
 
 def _promoted(equation: Equation, primitive: str, operands: Sequence[Value], settings: Settings) -> Any:
     """Find the widest dtype among the operands that have one of their own."""
-    floats = [value for value in operands if is_float(dtype_of(value.array))]
+    floats = _floats(operands)
     own = [value for value in floats if value.constants is None]
     firm = [value for value in own if not _adapts(value, equation, primitive, settings)]
     dtypes = {value.array.dtype for value in firm or own}
     target = dtypes.pop() if len(dtypes) == 1 else FLOAT32
-    if target != FLOAT32 and not all(
-        representable(value.constants, target) for value in floats if value.constants is not None
-    ):
-        return FLOAT32
-    return target
+    return target if target == FLOAT32 or _literals_fit(operands, target) else FLOAT32
 
 
 def _adapts(value: Value, equation: Equation, primitive: str, settings: Settings) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -111,15 +112,39 @@ class Rewritten:
 
 
 _KEPT = 2048
-_kept: OrderedDict[Any, tuple[Rewritten, ClosedJaxpr]] = OrderedDict()
-_lock = threading.Lock()
+_kept: OrderedDict[Any, Rewritten] = OrderedDict()
+_lock = threading.RLock()
+_Key = tuple[int, tuple[Mark, ...], Any]
+_keys: dict[int, tuple[weakref.ref[ClosedJaxpr], set[_Key]]] = {}
+
+
+def _forget(identity: int) -> None:
+    """Let go of the rewrites of a function that is gone."""
+    with _lock:
+        _, keys = _keys.pop(identity, (None, set()))
+        for key in keys:
+            _kept.pop(key, None)
+
+
+def _keep(closed: ClosedJaxpr, key: _Key, made: Rewritten) -> Rewritten:
+    identity = id(closed)
+    with _lock:
+        if identity not in _keys:
+            # The function may hold large arrays, so a rewrite does not keep it alive.
+            _keys[identity] = (weakref.ref(closed, lambda _: _forget(identity)), set())
+        _keys[identity][1].add(key)
+        found = _kept.setdefault(key, made)
+        while len(_kept) > _KEPT:
+            oldest, _ = _kept.popitem(last=False)
+            _keys[oldest[0]][1].discard(oldest)
+        return found
 
 
 def rewrite(closed: ClosedJaxpr, marks: Sequence[Mark], context: Context) -> Rewritten:
     """Rewrite a function inside of an equation.
 
-    The same function with operands of the same kind gives the same object, so that JAX compiles it once. The original is
-    held as long as its rewrite, so its identity is given out once.
+    The same function with operands of the same kind gives the same object, so that JAX compiles it once. A rewrite lives as
+    long as the original.
 
     Args:
         closed: The function as traced.
@@ -136,15 +161,11 @@ def rewrite(closed: ClosedJaxpr, marks: Sequence[Mark], context: Context) -> Rew
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
-            return _kept[key][0]
+            return _kept[key]
     made = _rewrite(closed, marks, context)
     if any(isinstance(constant, jax.core.Tracer) for constant in made.closed.consts):
         return made
-    with _lock:
-        found, _ = _kept.setdefault(key, (made, closed))
-        while len(_kept) > _KEPT:
-            _kept.popitem(last=False)
-    return found
+    return _keep(closed, key, made)
 
 
 def _rewrite(closed: ClosedJaxpr, marks: tuple[Mark, ...], context: Context) -> Rewritten:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from .observing import Event
 from .ops import canonical, is_known, traits, warn_unknown
 from .scopes import AUTOCAST, DISABLED
 from .settings import Settings
-from .values import Storage, Value, cast, combine, dtype_name, dtype_of, is_float
+from .values import FLOAT32, LOW, Storage, Value, cast, combine, dtype_name, dtype_of, is_float, rounded
 
 __all__ = ["Context", "Handler", "apply_equation", "handles", "run_plan"]
 
@@ -102,10 +103,31 @@ def run_plan(
         value.array if target is None else _cast_operand(value, target, equation, primitive)
         for value, target in zip(operands, plan.targets, strict=True)
     ]
-    results = bind(equation, arrays, **plan.parameters)
+    results = _bind(equation, primitive, operands, arrays, plan)
     if context.record is not None:
         record(equation, primitive, plan.rule, plan.reason, operands, arrays, results, context)
     return _marked(equation, primitive, operands, results, plan)
+
+
+def _bind(
+    equation: Equation, primitive: str, operands: Sequence[Value], arrays: Sequence[Any], plan: Plan
+) -> list[Any]:
+    if primitive == "broadcast_in_dim" and _repeats_low(equation, arrays[0]):
+        # Repeated in float32, so that the transpose adds up in float32.
+        wide = bind(equation, [_widened(operands[0]), *arrays[1:]], **plan.parameters)
+        return [cast(each, arrays[0].dtype) for each in wide]
+    return bind(equation, arrays, **plan.parameters)
+
+
+_MANY = 8
+
+
+def _repeats_low(equation: Equation, array: Any) -> bool:
+    """Say whether a low array is repeated so often that a sum of as many cotangents needs float32."""
+    after = shape_of(equation.outvars[0])
+    if dtype_of(array) not in LOW.values() or not all(isinstance(size, int) for size in (*array.shape, *after)):
+        return False
+    return bool(math.prod(after) > _MANY * math.prod(array.shape))
 
 
 def record(
@@ -166,11 +188,9 @@ def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str)
     array = value.array
     if array.dtype == target:
         return array
-    if value.constants is not None and len(value.constants) == 1 and array.ndim:
-        # A repeated literal: made anew, so that no array of float32 has to be cast.
-        (number,) = value.constants
-        return lax.full_like(array, number, dtype=target)
-    if target == jnp.float32 or value.storage is Storage.NO:
+    if target == FLOAT32:
+        return _widened(value)
+    if value.storage is Storage.NO:
         return cast(array, target)
     if primitive in ADDING and (target == jnp.float16 or is_mask_like(array)):
         array = _bounded(array, target)
@@ -181,17 +201,24 @@ def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str)
     return cast(array, target)
 
 
+def _widened(value: Value) -> Any:
+    """Cast to float32 once for all who read the value: their cotangents then add up in float32."""
+    if value.wide is None:
+        value.wide = cast(value.array, FLOAT32)
+    return value.wide
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _bounded(array: Any, dtype: Any) -> Any:
-    """Keep finite numbers finite in a lower precision: a row that is masked by -1e9 everywhere must not become NaN.
+    """Keep the finite numbers of a mask finite: a row that is masked by -1e9 everywhere must not become NaN.
 
-    Numbers beyond the range become 7/16 of the largest, so that logits can be added to two such masks and what is hidden
-    is still zero after a softmax.
+    Negative numbers beyond the range become 7/16 of the lowest, so that logits can be added to two such masks and what is
+    hidden is still zero after a softmax.
     """
-    largest = float(jnp.finfo(dtype).max)
-    beyond = lax.bitwise_and(lax.is_finite(array), lax.gt(lax.abs(array), jnp.asarray(largest, array.dtype)))
-    within = jnp.asarray(largest * 7 / 16, array.dtype)
-    return lax.select(beyond, lax.clamp(-within, array, within), array)
+    lowest = float(jnp.finfo(dtype).min)
+    below = lax.lt(array, jnp.asarray(lowest, array.dtype))
+    beyond = lax.bitwise_and(below, lax.is_finite(array))
+    return lax.select(beyond, lax.full_like(array, lowest * 7 / 16), array)
 
 
 @_bounded.defjvp
@@ -219,9 +246,11 @@ def _marked(
 
 
 def _constants(equation: Equation, primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
-    numbers = [value.constants for value in operands if value.constants is not None]
+    numbers = [value.constants for value in operands if is_float(dtype_of(value.array)) and value.constants is not None]
     if "moves" in traits(primitive):
         return numbers[0]
+    if primitive != "select_n" and len(numbers) != len(operands):
+        return None  # such as a power with an array of integers
     return combine(primitive, numbers, **equation.params)
 
 
@@ -253,4 +282,4 @@ def _convert(equation: Equation, operands: Sequence[Value], context: Context) ->
         return [value]
     result = cast(value.array, new)
     record(equation, primitive, "explicit cast", "", operands, [value.array], [result], context)
-    return [Value(result, value.constants)]
+    return [Value(result, None if value.constants is None else rounded(value.constants, new))]

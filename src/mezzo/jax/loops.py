@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax import numpy as jnp
 
 from mezzo.decision import CastPolicy
 
 from .casting import opaque
-from .internals import Aval, Equation, aval_of, closed_as_function, is_reference
+from .internals import (
+    Aval,
+    Equation,
+    aval_of,
+    bind,
+    closed_as_function,
+    closed_jaxpr,
+    is_reference,
+    with_constants_as_inputs,
+)
 from .interpreter import Mark, Rewritten, mark_of, rewrite
 from .kernels import Context, handles, record, run_plan
 from .values import FLOAT32, Storage, Value, cast, dtype_of, is_float, representable
@@ -82,19 +92,38 @@ def _while(equation: Equation, operands: Sequence[Value], context: Context) -> l
     dtypes, body = _carry_dtypes(avals, operands[end:], body_for, len(avals), context)
     asked = _as_traced([value.array for value in operands[:split]], condition.in_avals[:split])
     constants = [value.array for value in operands[split:end]]
-    goes_on = closed_as_function(condition)
-
-    def test(carry: list[Any]) -> Any:
-        (answer,) = goes_on(*asked, *_as_traced(carry, condition.in_avals[split:]))
-        return answer
-
-    def step(carry: list[Any]) -> list[Any]:
-        return _cast_all(body.function(*constants, *carry), dtypes)
-
     start = _cast_all([value.array for value in operands[end:]], dtypes)
-    results = lax.while_loop(test, step, start)
+
+    def test(*arrays: Any) -> list[Any]:
+        return closed_as_function(condition)(*arrays[:split], *_as_traced(arrays[split:], condition.in_avals[split:]))
+
+    def step(*arrays: Any) -> list[Any]:
+        return _cast_all(body.function(*arrays), dtypes)
+
+    results = _bind_while(equation, test, asked, step, constants, start)
     record(equation, "while", "enter", "", operands, [*asked, *constants, *start], results, context)
     return [Value(result) for result in results]
+
+
+def _bind_while(
+    equation: Equation,
+    test: Callable[..., list[Any]],
+    asked: Sequence[Any],
+    step: Callable[..., list[Any]],
+    constants: Sequence[Any],
+    start: Sequence[Any],
+) -> list[Any]:
+    """Bind the loop again. Not by `lax.while_loop`: one that was mapped by `jax.vmap` asks about all its members."""
+    new_test = jax.make_jaxpr(test)(*map(aval_of, (*asked, *start)))
+    new_step = jax.make_jaxpr(step)(*map(aval_of, (*constants, *start)))
+    return bind(
+        equation,
+        [*new_test.consts, *asked, *new_step.consts, *constants, *start],
+        cond_jaxpr=closed_jaxpr(with_constants_as_inputs(new_test)),
+        cond_nconsts=len(new_test.consts) + len(asked),
+        body_jaxpr=closed_jaxpr(with_constants_as_inputs(new_step)),
+        body_nconsts=len(new_step.consts) + len(constants),
+    )
 
 
 @handles("cond")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "dtype_of",
     "is_float",
     "representable",
+    "rounded",
 ]
 
 FLOAT32 = np.dtype(np.float32)
@@ -60,7 +61,7 @@ class Storage(Enum):
     REPEATED = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Value:
     """An array of the rewritten program.
 
@@ -68,11 +69,13 @@ class Value:
         array: The array or tracer, in the dtype that it has now.
         constants: If it is made of literals and masks only: every number that it can hold. Else None.
         storage: Whether it is float32 only because it is stored so.
+        wide: The array in float32, once somebody has asked for that.
     """
 
     array: Any
     constants: frozenset[float] | None = None
     storage: Storage = Storage.NO
+    wide: Any = field(default=None, init=False)
 
 
 @cache
@@ -126,6 +129,12 @@ def representable(numbers: frozenset[float], dtype: Any) -> bool:
     limits = finfo(dtype)
     largest, smallest = float(limits.max), float(limits.tiny)
     return all(number == 0 or not np.isfinite(number) or smallest <= abs(number) <= largest for number in numbers)
+
+
+def rounded(numbers: frozenset[float], dtype: Any) -> frozenset[float]:
+    """Give the numbers that are left of some in another dtype."""
+    with np.errstate(over="ignore"):
+        return frozenset(float(np.asarray(number).astype(dtype)) for number in numbers)
 
 
 _ARITHMETIC: dict[str, Callable[..., float]] = {
