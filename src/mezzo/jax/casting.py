@@ -200,9 +200,7 @@ def _left_alone(equation: Equation, traced: Sequence[Any]) -> str:
     explicit = [str(each) for each in asked if each is not None and each != lax.Precision.DEFAULT]
     if explicit:
         return f"precision={explicit[0].rpartition('.')[2]}"
-    if not all(is_float(dtype) for dtype in traced if dtype is not None and dtype.kind not in "iub") or any(
-        dtype.kind in "iub" and dtype.itemsize == 1 for dtype in traced if dtype is not None and not is_float(dtype)
-    ):
+    if any(dtype.itemsize == 1 for dtype in traced if dtype is not None):
         return "8-bit operand"
     if all(dtype != FLOAT32 for dtype in traced if is_float(dtype)):
         return "already low"

@@ -112,22 +112,29 @@ def run_plan(
 def _bind(
     equation: Equation, primitive: str, operands: Sequence[Value], arrays: Sequence[Any], plan: Plan
 ) -> list[Any]:
-    if primitive == "broadcast_in_dim" and _repeats_low(equation, arrays[0]):
+    if primitive == "broadcast_in_dim" and _repeats_low(equation, operands[0]):
         # Repeated in float32, so that the transpose adds up in float32.
         wide = bind(equation, [_widened(operands[0]), *arrays[1:]], **plan.parameters)
-        return [cast(each, arrays[0].dtype) for each in wide]
+        return [cast(each, operands[0].array.dtype) for each in wide]
     return bind(equation, arrays, **plan.parameters)
 
 
 _MANY = 8
 
 
-def _repeats_low(equation: Equation, array: Any) -> bool:
+def _repeats_low(equation: Equation, value: Value) -> bool:
     """Say whether a low array is repeated so often that a sum of as many cotangents needs float32."""
-    after = shape_of(equation.outvars[0])
-    if dtype_of(array) not in LOW.values() or not all(isinstance(size, int) for size in (*array.shape, *after)):
+    array, after = value.array, shape_of(equation.outvars[0])
+    differentiable = not value.still and is_float(dtype_of(equation.outvars[0].aval)) and not _is_backward(equation)
+    if dtype_of(array) not in LOW.values() or not differentiable:
         return False
-    return bool(math.prod(after) > _MANY * math.prod(array.shape))
+    sizes = (*array.shape, *after)
+    return all(isinstance(size, int) for size in sizes) and math.prod(after) > _MANY * math.prod(array.shape)
+
+
+def _is_backward(equation: Equation) -> bool:
+    """Say whether an equation is of a backward pass that is rewritten too; few are differentiated again."""
+    return "transpose(" in name_stack_text(equation.source_info.name_stack)
 
 
 def record(
@@ -185,18 +192,18 @@ def _refuse_banned(equation: Equation, primitive: str, operands: Sequence[Value]
 
 
 def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str) -> Any:
-    array = value.array
-    if array.dtype == target:
+    array, repeated = value.array, is_repeated(value, equation, primitive)
+    many = repeated and _repeats_low(equation, value)
+    if array.dtype == target and not many:
         return array
     if target == FLOAT32:
         return _widened(value)
-    if value.storage is Storage.NO:
-        return cast(array, target)
-    if primitive in ADDING and (target == jnp.float16 or is_mask_like(array)):
+    stored = value.storage is not Storage.NO and array.dtype != target
+    if stored and primitive in ADDING and (target == jnp.float16 or is_mask_like(array)):
         array = _bounded(array, target)
-    if is_repeated(value, equation, primitive):
-        # Cast after broadcasting: the transpose then adds up the gradient of a bias in float32.
-        shape = shape_of(equation.outvars[0])
+    if many or (stored and repeated):
+        # Cast after broadcasting: the transpose then adds up the gradient of a bias, or of a gate, in float32.
+        shape, array = shape_of(equation.outvars[0]), _widened(value) if many else array
         array = lax.broadcast_in_dim(array, shape, tuple(range(len(shape) - array.ndim, len(shape))))
     return cast(array, target)
 
@@ -239,7 +246,12 @@ def _marked(
     if "moves" in traits(primitive):
         sources = operands if len(operands) == len(results) > 1 else [operands[0]] * len(results)
         return [
-            replace(source, array=result, storage=_moved(equation, source))
+            replace(
+                source,
+                array=result,
+                storage=_moved(equation, source),
+                still=source.still or primitive == "stop_gradient",
+            )
             for source, result in zip(sources, results, strict=True)
         ]
     return [Value(result) for result in results]

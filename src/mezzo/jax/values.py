@@ -69,12 +69,14 @@ class Value:
         array: The array or tracer, in the dtype that it has now.
         constants: If it is made of literals and masks only: every number that it can hold. Else None.
         storage: Whether it is float32 only because it is stored so.
+        still: Whether no gradient goes through it.
         wide: The array in float32, once somebody has asked for that.
     """
 
     array: Any
     constants: frozenset[float] | None = None
     storage: Storage = Storage.NO
+    still: bool = False
     wide: Any = field(default=None, init=False)
 
 
