@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
-from jax import lax
 from jax import numpy as jnp
 
 from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError
 
-from .casting import ADDING, Plan, is_mask_like, is_repeated, opaque, plan_equation, traced_dtypes
+from .casting import Plan, opaque, plan_equation, traced_dtypes
 from .internals import Equation, bind, name_stack_text, shape_of, source_of
 from .observing import Event
-from .ops import canonical, is_known, traits, warn_unknown
+from .operand_casts import cast_operand, repeats_low, widened
+from .ops import canonical, is_known, warn_unknown
+from .results import marked_results
 from .scopes import AUTOCAST, DISABLED
 from .settings import Settings
-from .values import FLOAT32, LOW, Storage, Value, cast, combine, dtype_name, dtype_of, is_float, rounded
+from .values import Value, cast, dtype_name, dtype_of, is_float, rounded
 
 __all__ = ["Context", "Handler", "apply_equation", "handles", "run_plan"]
 
@@ -100,41 +98,23 @@ def run_plan(
 ) -> list[Value]:
     """Cast the operands as planned, bind the equation, and mark the results."""
     arrays = [
-        value.array if target is None else _cast_operand(value, target, equation, primitive)
+        value.array if target is None else cast_operand(value, target, equation, primitive)
         for value, target in zip(operands, plan.targets, strict=True)
     ]
     results = _bind(equation, primitive, operands, arrays, plan)
     if context.record is not None:
         record(equation, primitive, plan.rule, plan.reason, operands, arrays, results, context)
-    return _marked(equation, primitive, operands, results, plan)
+    return marked_results(equation, primitive, operands, results, plan)
 
 
 def _bind(
     equation: Equation, primitive: str, operands: Sequence[Value], arrays: Sequence[Any], plan: Plan
 ) -> list[Any]:
-    if primitive == "broadcast_in_dim" and _repeats_low(equation, operands[0]):
+    if primitive == "broadcast_in_dim" and repeats_low(equation, operands[0]):
         # Repeated in float32, so that the transpose adds up in float32.
-        wide = bind(equation, [_widened(operands[0]), *arrays[1:]], **plan.parameters)
+        wide = bind(equation, [widened(operands[0]), *arrays[1:]], **plan.parameters)
         return [cast(each, operands[0].array.dtype) for each in wide]
     return bind(equation, arrays, **plan.parameters)
-
-
-_MANY = 8
-
-
-def _repeats_low(equation: Equation, value: Value) -> bool:
-    """Say whether a low array is repeated so often that a sum of as many cotangents needs float32."""
-    array, after = value.array, shape_of(equation.outvars[0])
-    differentiable = not value.still and is_float(dtype_of(equation.outvars[0].aval)) and not _is_backward(equation)
-    if dtype_of(array) not in LOW.values() or not differentiable:
-        return False
-    sizes = (*array.shape, *after)
-    return all(isinstance(size, int) for size in sizes) and math.prod(after) > _MANY * math.prod(array.shape)
-
-
-def _is_backward(equation: Equation) -> bool:
-    """Say whether an equation is of a backward pass that is rewritten too; few are differentiated again."""
-    return "transpose(" in name_stack_text(equation.source_info.name_stack)
 
 
 def record(
@@ -186,94 +166,6 @@ def _refuse_banned(equation: Equation, primitive: str, operands: Sequence[Value]
         f"policy.override({{{primitive!r}: 'fp32'}})."
     )
     raise BannedOpError(msg)
-
-
-# Operands
-
-
-def _cast_operand(value: Value, target: Any, equation: Equation, primitive: str) -> Any:
-    array, repeated = value.array, is_repeated(value, equation, primitive)
-    many = repeated and _repeats_low(equation, value)
-    if array.dtype == target and not many:
-        return array
-    if target == FLOAT32:
-        return _widened(value)
-    stored = value.storage is not Storage.NO and array.dtype != target
-    if stored and primitive in ADDING and (target == jnp.float16 or is_mask_like(array)):
-        array = _bounded(array, target)
-    if many or (stored and repeated):
-        # Cast after broadcasting: the transpose then adds up the gradient of a bias, or of a gate, in float32.
-        shape, array = shape_of(equation.outvars[0]), _widened(value) if many else array
-        array = lax.broadcast_in_dim(array, shape, tuple(range(len(shape) - array.ndim, len(shape))))
-    return cast(array, target)
-
-
-def _widened(value: Value) -> Any:
-    """Cast to float32 once for all who read the value: their cotangents then add up in float32."""
-    if value.wide is None:
-        value.wide = cast(value.array, FLOAT32)
-    return value.wide
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _bounded(array: Any, dtype: Any) -> Any:
-    """Keep the finite numbers of a mask finite: a row that is masked by -1e9 everywhere must not become NaN.
-
-    Negative numbers beyond the range become 7/16 of the lowest, so that logits can be added to two such masks and what is
-    hidden is still zero after a softmax.
-    """
-    lowest = float(jnp.finfo(dtype).min)
-    below = lax.lt(array, jnp.asarray(lowest, array.dtype))
-    beyond = lax.bitwise_and(below, lax.is_finite(array))
-    return lax.select(beyond, lax.full_like(array, lowest * 7 / 16), array)
-
-
-@_bounded.defjvp
-def _bounded_jvp(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    # The derivative of a cast: nothing has to be kept for the backward pass.
-    return _bounded(primals[0], dtype), tangents[0]
-
-
-# Results
-
-
-def _marked(
-    equation: Equation, primitive: str, operands: Sequence[Value], results: Sequence[Any], plan: Plan
-) -> list[Value]:
-    if plan.reason == "literals only":
-        numbers = _constants(equation, primitive, operands)
-        return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
-    if "moves" in traits(primitive):
-        sources = operands if len(operands) == len(results) > 1 else [operands[0]] * len(results)
-        return [
-            replace(
-                source,
-                array=result,
-                storage=_moved(equation, source),
-                still=source.still or primitive == "stop_gradient",
-            )
-            for source, result in zip(sources, results, strict=True)
-        ]
-    return [Value(result) for result in results]
-
-
-def _constants(equation: Equation, primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
-    numbers = [value.constants for value in operands if is_float(dtype_of(value.array)) and value.constants is not None]
-    if "moves" in traits(primitive):
-        return numbers[0]
-    if primitive != "select_n" and len(numbers) != len(operands):
-        return None  # such as a power with an array of integers
-    return combine(primitive, numbers, **equation.params)
-
-
-def _moved(equation: Equation, operand: Value) -> Storage:
-    """Say whether what was stored is repeated now."""
-    if operand.storage is not Storage.SAME:
-        return operand.storage
-    before = [size for size in operand.array.shape if size != 1]
-    after = [size for size in shape_of(equation.outvars[0]) if size != 1]
-    grows = canonical(equation.primitive.name) in ("broadcast_in_dim", "broadcast_to", "tile") and before != after
-    return Storage.REPEATED if grows else Storage.SAME
 
 
 # Casts that the user wrote
