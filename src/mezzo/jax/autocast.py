@@ -10,6 +10,7 @@ from typing import Any, Literal, Never, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 
 from mezzo.builtin import PolicyLike
@@ -217,4 +218,7 @@ def _output(array: Any, aval: Aval, settings: Settings) -> Any:
     if settings.outputs == "float32":
         return cast(array, FLOAT32)
     array = cast(array, dtype_of(aval))
-    return as_weak(array) if aval.weak_type and not aval_of(array).weak_type else array
+    weak = aval_of(array).weak_type
+    if aval.weak_type and not weak:
+        return as_weak(array)
+    return lax.convert_element_type(array, array.dtype) if weak and not aval.weak_type else array

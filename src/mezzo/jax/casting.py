@@ -126,7 +126,7 @@ def _targets(
 def _agreed(equation: Equation, primitive: str, operands: Sequence[Value], settings: Settings) -> Any:
     """Find the dtype for operands that are left as they are, if they cannot be; else None."""
     fill = equation.params.get("fill_value")
-    if isinstance(fill, int | float) and not _fill_fits(fill, operands):
+    if fill is not None and not _fill_fits(float(fill), operands):
         return FLOAT32
     if not _came_apart(equation, primitive, operands):
         return None
@@ -139,7 +139,7 @@ def _agreed(equation: Equation, primitive: str, operands: Sequence[Value], setti
 
 def _fill_fits(fill: float, operands: Sequence[Value]) -> bool:
     low = [value.array.dtype for value in _floats(operands) if value.array.dtype != FLOAT32]
-    return all(representable(frozenset({float(fill)}), dtype) for dtype in low)
+    return all(representable(frozenset({fill}), dtype) for dtype in low)
 
 
 def _all_constant(operands: Sequence[Value]) -> bool:

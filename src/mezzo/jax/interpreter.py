@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from .internals import (
     shape_of,
 )
 from .kernels import Context, apply_equation
-from .values import Storage, Value, dtype_of, is_float
+from .values import Storage, Value, dtype_of, is_float, known_number
 
 __all__ = ["Mark", "Rewritten", "interpret", "mark_of", "marked", "rewrite", "values_of"]
 
@@ -64,11 +64,11 @@ def _literal(atom: Literal) -> Value:
         return Value(atom.val)
     if not is_float(dtype):
         # An integer may become a float: `jnp.where(mask, x, 0)` casts its 0.
-        return Value(atom.val, frozenset({float(np.asarray(atom.val))}) if dtype.kind in "biu" else None)
+        return Value(atom.val, frozenset({known_number(np.asarray(atom.val))}) if dtype.kind in "biu" else None)
     # As a scalar of the traced dtype: a Python number would take the dtype of its neighbour without being asked.
     with np.errstate(over="ignore"):
         scalar = np.asarray(atom.val).astype(dtype)[()]
-    return Value(scalar, frozenset({float(scalar)}))
+    return Value(scalar, frozenset({known_number(scalar)}))
 
 
 # Functions inside of equations
@@ -113,15 +113,27 @@ class Rewritten:
 
 _KEPT = 2048
 _kept: OrderedDict[Any, Rewritten] = OrderedDict()
-_lock = threading.RLock()
+_lock = threading.Lock()
 _Key = tuple[int, tuple[Mark, ...], Any]
 _keys: dict[int, tuple[weakref.ref[ClosedJaxpr], set[_Key]]] = {}
 
 
+_gone: deque[int] = deque()
+
+
 def _forget(identity: int) -> None:
-    """Let go of the rewrites of a function that is gone."""
-    with _lock:
-        _, keys = _keys.pop(identity, (None, set()))
+    """Let go of the rewrites of a function that is gone: now, or with the next rewrite if one is being looked up."""
+    _gone.append(identity)
+    if _lock.acquire(blocking=False):
+        try:
+            _let_go()
+        finally:
+            _lock.release()
+
+
+def _let_go() -> None:
+    while _gone:
+        _, keys = _keys.pop(_gone.popleft(), (None, set()))
         for key in keys:
             _kept.pop(key, None)
 
@@ -129,6 +141,7 @@ def _forget(identity: int) -> None:
 def _keep(closed: ClosedJaxpr, key: _Key, made: Rewritten) -> Rewritten:
     identity = id(closed)
     with _lock:
+        _let_go()
         if identity not in _keys:
             # The function may hold large arrays, so a rewrite does not keep it alive.
             _keys[identity] = (weakref.ref(closed, lambda _: _forget(identity)), set())
@@ -136,7 +149,8 @@ def _keep(closed: ClosedJaxpr, key: _Key, made: Rewritten) -> Rewritten:
         found = _kept.setdefault(key, made)
         while len(_kept) > _KEPT:
             oldest, _ = _kept.popitem(last=False)
-            _keys[oldest[0]][1].discard(oldest)
+            _, keys = _keys.get(oldest[0], (None, set()))
+            keys.discard(oldest)
         return found
 
 
@@ -159,6 +173,7 @@ def rewrite(closed: ClosedJaxpr, marks: Sequence[Mark], context: Context) -> Rew
         return _rewrite(closed, marks, context)
     key = (id(closed), marks, context.settings)
     with _lock:
+        _let_go()
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key]

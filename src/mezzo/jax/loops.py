@@ -138,12 +138,32 @@ def _cond(equation: Equation, operands: Sequence[Value], context: Context) -> li
     ]
     dtypes = [_joined(column) for column in zip(*(branch.marks for branch in branches), strict=True)]
     arrays = [value.array for value in others]
-    if index.array.dtype == jnp.bool_:
+    if equation.params.get("branches_platforms") is not None:
+        results = _bind_cond(equation, index.array, branches, dtypes, arrays)
+    elif index.array.dtype == jnp.bool_:
         results = lax.cond(index.array, _branch(branches[1], dtypes), _branch(branches[0], dtypes), *arrays)
     else:
         results = lax.switch(index.array, [_branch(branch, dtypes) for branch in branches], *arrays)
     record(equation, "cond", "enter", "", operands, [index.array, *arrays], results, context)
     return [Value(result) for result in results]
+
+
+def _bind_cond(
+    equation: Equation, index: Any, branches: Sequence[Rewritten], dtypes: Sequence[Any], arrays: Sequence[Any]
+) -> list[Any]:
+    """Bind a choice by platform again: the branches of other platforms must not be compiled."""
+    constants = [constant for branch in branches for constant in branch.closed.consts]
+    start, closed = 0, []
+    for branch in branches:
+        own = slice(start, start + len(branch.closed.consts))
+        start = own.stop
+        inside = closed_as_function(closed_jaxpr(with_constants_as_inputs(branch.closed)))
+
+        def run(*given: Any, own: slice = own, inside: Callable[..., list[Any]] = inside) -> list[Any]:
+            return _cast_all(inside(*given[own], *given[len(constants) :]), dtypes)
+
+        closed.append(jax.make_jaxpr(run)(*map(aval_of, (*constants, *arrays))))
+    return bind(equation, [index, *constants, *arrays], branches=tuple(closed))
 
 
 def _branch(branch: Rewritten, dtypes: Sequence[Any]) -> Callable[..., list[Any]]:

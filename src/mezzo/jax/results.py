@@ -29,9 +29,6 @@ def marked_results(
     Returns:
         The results as values.
     """
-    if plan.reason == "literals only":
-        numbers = _constants(equation, primitive, operands)
-        return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
     if "moves" in traits(primitive):
         sources = operands if len(operands) == len(results) > 1 else [operands[0]] * len(results)
         return [
@@ -43,13 +40,14 @@ def marked_results(
             )
             for source, result in zip(sources, results, strict=True)
         ]
+    if plan.reason == "literals only":
+        numbers = _constants(equation, primitive, operands)
+        return [Value(result, numbers if is_float(dtype_of(result)) else None) for result in results]
     return [Value(result) for result in results]
 
 
 def _constants(equation: Equation, primitive: str, operands: Sequence[Value]) -> frozenset[float] | None:
     numbers = [value.constants for value in operands if is_float(dtype_of(value.array)) and value.constants is not None]
-    if "moves" in traits(primitive):
-        return numbers[0]
     if primitive != "select_n" and len(numbers) != len(operands):
         return None  # such as a power with an array of integers
     return combine(primitive, numbers, **equation.params)

@@ -32,6 +32,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "is_float",
+    "known_number",
     "representable",
     "rounded",
 ]
@@ -133,10 +134,16 @@ def representable(numbers: frozenset[float], dtype: Any) -> bool:
     return all(number == 0 or not np.isfinite(number) or smallest <= abs(number) <= largest for number in numbers)
 
 
+def known_number(number: Any) -> float:
+    """Give a number as Python's own; every NaN as the same object, as sets compare by identity first."""
+    plain = float(number)
+    return math.nan if math.isnan(plain) else plain
+
+
 def rounded(numbers: frozenset[float], dtype: Any) -> frozenset[float]:
     """Give the numbers that are left of some in another dtype."""
     with np.errstate(over="ignore"):
-        return frozenset(float(np.asarray(number).astype(dtype)) for number in numbers)
+        return frozenset(known_number(np.asarray(number).astype(dtype)) for number in numbers)
 
 
 _ARITHMETIC: dict[str, Callable[..., float]] = {
@@ -188,7 +195,9 @@ def combine(primitive: str, operands: Sequence[frozenset[float]], **parameters: 
     elif primitive in _ARITHMETIC:
         try:
             chosen = {"y": parameters["y"]} if primitive == "integer_pow" else {}
-            found = frozenset(_ARITHMETIC[primitive](*each, **chosen) for each in itertools.product(*operands))
+            found = frozenset(
+                known_number(_ARITHMETIC[primitive](*each, **chosen)) for each in itertools.product(*operands)
+            )
         except (ArithmeticError, ValueError):
             return None
     else:

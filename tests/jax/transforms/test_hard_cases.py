@@ -190,3 +190,66 @@ def test_what_gets_no_gradient_is_not_widened_to_be_repeated() -> None:
     found = of("convert_element_type", autocast(lambda x: jax.nn.softmax(x @ w)), jnp.ones((4, 64)))
     # Two for the product, one for what goes into the exponential function.
     assert found == [("float32", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+
+
+# Numbers that are followed, types and programs
+
+
+MOVED: dict[str, Callable[[jax.Array, jax.Array], list[jax.Array]]] = {
+    "optimization_barrier": lambda one, big: lax.optimization_barrier((one, big)),
+    "device_put": lambda one, big: jax.device_put((one, big)),
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_each_literal_that_is_moved_with_others_keeps_its_own_number(how: str) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        one, big = MOVED[how](jnp.full(4, 1.0), jnp.full(4, 1e9))
+        return (x @ W) * one + big
+
+    assert (autocast(function, "float16")(X) == function(X)).all()
+
+
+@pytest.mark.parametrize("fill", [np.float32(-1e9), np.int32(-(10**9)), -1e9, -(10**9)], ids=repr)
+def test_any_fill_value_of_a_gather_is_looked_at(fill: Any) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return jnp.take(x @ W, jnp.array([0, 9]), axis=0, mode="fill", fill_value=fill)
+
+    assert (autocast(function, "float16")(X)[1] == np.float32(-1e9)).all()
+
+
+def test_a_number_that_the_code_made_an_array_of_float32_adapts_no_more() -> None:
+    def scaled(x: jax.Array, s: jax.Array) -> jax.Array:
+        return (x @ W) * s.astype(jnp.float32)
+
+    assert jax.jit(autocast(scaled))(X, 1.001)[0, 0] == np.float32(1.001)
+    strong = jax.jit(lambda s, low: autocast(lambda s: s.astype(jnp.float32))(s) * low)
+    assert strong(1.001, jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_a_choice_by_platform_compiles_its_own_branch_only() -> None:
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def kernel(x: jax.Array) -> jax.Array:
+        def body(source: Any, target: Any) -> None:
+            target[...] = source[...] * 2.0
+
+        return pallas.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def function(x: jax.Array) -> jax.Array:
+        return lax.platform_dependent(x @ W, cpu=lambda x: x * 2.0, tpu=kernel)
+
+    made = autocast(function)
+    assert (jax.jit(made)(X) == function(X)).all()
+    assert dots(made, X) == {BF16: 1}
+
+
+def test_a_program_with_nan_is_rewritten_once() -> None:
+    from mezzo.jax import interpreter
+
+    inner = jax.jit(lambda x, c: jnp.where(x > 2, x @ W, c))
+    made = autocast(lambda x: inner(x, jnp.nan))
+    made(X)
+    before = len(interpreter._kept)
+    made(X)
+    assert len(interpreter._kept) == before
