@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax import lax
 from jax import numpy as jnp
 
 from mezzo.decision import CastPolicy
 from mezzo.errors import BannedOpError
 
 from .casting import Plan, opaque, plan_equation, traced_dtypes
-from .internals import Equation, aval_of, bind, name_stack_text, shape_of, source_of
+from .internals import Equation, bind, name_stack_text, shape_of, source_of
 from .observing import Event
 from .operand_casts import cast_operand, repeats_low, widened
 from .ops import canonical, is_known, warn_unknown
@@ -183,17 +182,9 @@ def _convert(equation: Equation, operands: Sequence[Value], context: Context) ->
         numbers = frozenset({0.0, 1.0}) if old == jnp.bool_ and value.constants is None else value.constants
         return [Value(result.array, numbers if is_float(new) else None)]
     if old == new:
-        array = _made_strong(equation, value.array)
-        record(equation, primitive, "no cast", "", operands, [value.array], [array], context)
-        return [Value(array, value.constants, value.storage, value.still)]
+        # JAX writes the same for a weak number in a product as for a cast in the code.
+        record(equation, primitive, "no cast", "", operands, [value.array], [value.array], context)
+        return [value]
     result = cast(value.array, new)
     record(equation, primitive, "explicit cast", "", operands, [value.array], [result], context)
     return [Value(result, None if value.constants is None else rounded(value.constants, new))]
-
-
-def _made_strong(equation: Equation, array: Any) -> Any:
-    """Take the weak type from an array whose dtype the code has asked for: it adapts no more."""
-    weak = getattr(aval_of(array), "weak_type", False)
-    if not weak or equation.outvars[0].aval.weak_type:  # type: ignore[attr-defined]
-        return array
-    return lax.convert_element_type(array, array.dtype)
