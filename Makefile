@@ -15,14 +15,17 @@ JAX_VENV := $(if $(VERSION),.venv-jax-$(VERSION),$(VENV))
 demo: $(STAMP)
 	$(PY) -m mezzo demo
 
-# Two processes, each with whole files: what a test leaves in a process meets the rest of its file only.
+# Two processes, each with whole files: what a test leaves in a process meets the rest of its file only. Without the last
+# option files with few tests would come last, and those are the ones that take long; tests/slow_files.py has the order.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) $(PYTEST)
 
 # What concerns JAX, also with another version of it: make test-jax VERSION=0.9.1. That has an environment of its own,
 # without PyTorch.
 test-jax: $(JAX_VENV)/.installed
-	$(JAX_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/core tests/conformance tests/jax
+	$(JAX_VENV)/bin/python $(PYTEST) tests/core tests/conformance tests/jax
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -44,9 +47,15 @@ gpu-check: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m mezzo.cli.reference docs/op-reference.md
 
+# TensorPlay has wheels for few machines, and no source: on others what needs it is skipped. pip knows the tags.
+TENSORPLAY_WHEELS := cp31\([1-3]\)-cp31\1-manylinux_2_35_x86_64
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	extras=dev; \
+	if $(PY) -m pip debug --verbose 2>&1 | grep -q '$(TENSORPLAY_WHEELS)'; then extras=dev,tensorplay; \
+	else echo "TensorPlay has no wheel for this machine (it needs Linux on x86_64 with glibc 2.35): its tests are skipped"; fi; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extras]"
 	touch $(STAMP)
 
 # What is released for one version of JAX does not go with the pins for another; the other pins hold.

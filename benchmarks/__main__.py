@@ -15,6 +15,7 @@ from benchmarks.cases import Case, select
 from benchmarks.jax_page import measure_jax, select_jax
 from benchmarks.rounds import QUICK, ROOT, Plan, WorkerFailedError, measure
 from benchmarks.table import PAGES, Page, Row, describe_machine, markdown, page_of, rich_table, to_row
+from benchmarks.tensorplay_page import measure_tensorplay, select_tensorplay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in PAGES:
         if on_page := [row for row in rows if page_of(row.case) is page]:
             _show(on_page, plan, page, console, _target(options))
-    measured = measure_jax(select_jax(options.case), plan, options.sets, console, _target(options))
-    return 1 if failures or not measured else 0
+    target = _target(options)
+    measured = [
+        measure_jax(select_jax(options.case), plan, options.sets, console, target),
+        measure_tensorplay(select_tensorplay(options.case), plan, options.sets, console, target),
+    ]
+    return 1 if failures or not all(measured) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from benchmarks.jax_cases import JAX_CASES, JaxCase
+from benchmarks.tensorplay_cases import TENSORPLAY_CASES, TensorplayCase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,7 @@ class Case:
         registers_first: Whether mezzo's process registers kernels before it is measured.
         together: Whether all sides take turns in one process, on the same tensors. Kernels are registered for a whole
             process, so that what autocasts cannot; a scaler can, and nothing but the scaler differs then.
+        worker: The module that plays a side.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Case:
     bound: float | None
     registers_first: bool = False
     together: bool = False
+    worker: ClassVar[str] = "benchmarks.worker"
 
     @property
     def rival_loads_mezzo(self) -> bool:
@@ -296,10 +299,11 @@ CASES: tuple[Case, ...] = (
 def select(names: Sequence[str]) -> list[Case]:
     """The cases whose names are, or begin with the words of, one of ``names``; all of them for no names.
 
-    Names of `JAX_CASES` are known here and select nothing: `benchmarks.jax_page` does.
+    Names of `JAX_CASES` and `TENSORPLAY_CASES` are known here and select nothing: `benchmarks.jax_page` and
+    `benchmarks.tensorplay_page` do.
     """
     chosen = [case for case in CASES if not names or any(is_named(case, name) for name in names)]
-    everything = (*CASES, *JAX_CASES)
+    everything = (*CASES, *JAX_CASES, *TENSORPLAY_CASES)
     unknown = [name for name in names if not any(is_named(case, name) for case in everything)]
     if unknown:
         known = ", ".join(case.name for case in everything)
@@ -313,5 +317,5 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def is_named(case: Case | JaxCase, name: str) -> bool:
+def is_named(case: Case | JaxCase | TensorplayCase, name: str) -> bool:
     return case.name == name or case.name.startswith(f"{name}-")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.cases import Case
+    from benchmarks.tensorplay_cases import TensorplayCase
 
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER_SECONDS = 300.0
@@ -76,11 +77,11 @@ class Measurement:
 class Worker:
     """A running worker process, as its parent sees it."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, module: str = "benchmarks.worker") -> None:
         limits = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.side = side
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
+            [sys.executable, "-m", module],
             cwd=ROOT,
             env={**os.environ, **limits},
             stdin=subprocess.PIPE,
@@ -127,11 +128,11 @@ class Worker:
             self._process.wait()
 
 
-def measure(case: Case, plan: Plan) -> Measurement:
+def measure(case: Case | TensorplayCase, plan: Plan) -> Measurement:
     """Measure one case in fresh processes, ``plan.process_sets`` times over."""
     result = Measurement()
     for _ in range(plan.process_sets):
-        with _workers(together=case.together) as workers:
+        with _workers(case.worker, together=case.together) as workers:
             _prepare(workers, case, plan, result)
             iterations, turn = _calibrate(workers["torch"], plan.seconds)
             count = plan.warmup + plan.rounds_for(turn)
@@ -142,20 +143,20 @@ def measure(case: Case, plan: Plan) -> Measurement:
 
 
 @contextmanager
-def _workers(*, together: bool) -> Iterator[dict[Side, Worker]]:
+def _workers(module: str, *, together: bool) -> Iterator[dict[Side, Worker]]:
     """Start a process for each side, or one that plays them all."""
     with ExitStack() as stack:
         workers: dict[Side, Worker] = {}
         for side in SIDES:
             if not together or not workers:
-                workers[side] = Worker(side)
+                workers[side] = Worker(side, module)
                 stack.callback(workers[side].close)
             else:
                 workers[side] = workers[SIDES[0]]
         yield workers
 
 
-def _prepare(workers: dict[Side, Worker], case: Case, plan: Plan, result: Measurement) -> None:
+def _prepare(workers: dict[Side, Worker], case: Case | TensorplayCase, plan: Plan, result: Measurement) -> None:
     """Let all sides build, at once where they can, and make sure that they will do the same work."""
     answers = {}
     for side, worker in workers.items():

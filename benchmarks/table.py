@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from benchmarks.cases import Case
     from benchmarks.rounds import Measurement, Plan
+    from benchmarks.tensorplay_cases import TensorplayCase
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ APEX = Page(
 PAGES = (AUTOCAST, SCALER, ACCELERATOR, PREPARE, APEX)
 
 
-def page_of(case: Case) -> Page:
+def page_of(case: Case | TensorplayCase) -> Page:
     """The page that a case is a row of."""
     return {"scaler": SCALER, "beside": ACCELERATOR, "prepare": PREPARE, "apex": APEX}.get(case.workload, AUTOCAST)
 
@@ -122,7 +123,7 @@ _STYLES: dict[Verdict, str] = {
 class Row:
     """A measured case: medians in seconds, the comparison with its interval, the control with its own."""
 
-    case: Case
+    case: Case | TensorplayCase
     mezzo: float
     torch: float
     measured: Estimate
@@ -157,7 +158,7 @@ class Row:
         }
 
 
-def to_row(case: Case, measurement: Measurement) -> Row:
+def to_row(case: Case | TensorplayCase, measurement: Measurement) -> Row:
     """Summarize the rounds of a case and judge them."""
     groups = measurement.groups
     measured = estimate([compare(group, case.kind, "mezzo") for group in groups])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Work(NamedTuple):

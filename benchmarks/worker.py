@@ -13,25 +13,33 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from benchmarks.workloads import Work
+    from benchmarks.work import Work
 
 THREADS = 1
 
-_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def main() -> int:
-    """Serve requests from standard input until it ends."""
+Prepare = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+"""Builds a side from a request, puts it into the state, and gives the answer."""
+
+
+def main(prepare: Prepare | None = None) -> int:
+    """Serve requests from standard input until it ends.
+
+    Args:
+        prepare: Builds a side; by default one of PyTorch's cases.
+    """
+    prepare = prepare or _prepare
     answers = _claim_output()
     state: dict[str, Any] = {}
     for line in sys.stdin:
         try:
-            answer = _answer(json.loads(line), state)
+            answer = _answer(json.loads(line), state, prepare)
         except Exception:  # noqa: BLE001 - whatever went wrong here belongs in the parent's report
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
@@ -46,9 +54,9 @@ def _claim_output() -> TextIO:
     return answers
 
 
-def _answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], state: dict[str, Any], prepare: Prepare) -> dict[str, Any]:
     if "case" in request:
-        return _prepare(request, state)
+        return prepare(request, state)
     return {"seconds": _timed(state[request["side"]], request["run"], state["clock"])}
 
 
@@ -59,7 +67,7 @@ def _prepare(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.workloads import build
 
     torch.set_num_threads(THREADS)
-    state["clock"] = _CLOCKS[request["clock"]]
+    state["clock"] = CLOCKS[request["clock"]]
     case, side = case_named(request["case"]), request["side"]
     state[side] = build(case, side)
     probe = state[side].probe()

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from . import jax_state
+from . import jax_state, tensorplay_state
+from .slow_files import slow_files_first
 
 # The nets of the tests are small: threads would mostly wait for each other, the more so on a busy machine.
 # PyTorch reads this when it is imported, which is later than here.
@@ -20,9 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 
-# These need a process of their own: tests/torch/test_accelerator_suite.py starts it. A path to them given on the command
-# line is not ignored.
-collect_ignore = ["accelerator"]
+# These need processes of their own: tests/torch/test_accelerator_suite.py, tests/test_tensorplay_suite.py and
+# tests/test_tensorplay_folders.py start them. A path to them given on the command line is not ignored.
+collect_ignore = ["accelerator", "tensorplay"]
 
 NO_GPU = "needs a CUDA device, and torch.cuda.is_available() is False"
 
@@ -48,6 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow_files_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
@@ -66,9 +68,11 @@ def _has_gpu() -> bool:
 def _autocast_state_stays() -> Iterator[None]:
     """Fail the test that leaves autocast state behind, and put the state right for the next one."""
     before = jax_state.configuration()
+    tensorplay_before = tensorplay_state.snapshot()
     yield
-    left = jax_state.left_behind(before)
+    left = jax_state.left_behind(before) | tensorplay_state.left_behind(tensorplay_before)
     jax_state.put_back(before)
+    tensorplay_state.put_back()
     # A test that never imported PyTorch cannot have changed its state, and should not pay for importing it.
     if "torch" in sys.modules:
         left |= _leaked_state()

@@ -22,8 +22,14 @@ _APEX: Final = "apex-o1"
 _OVERRIDING: Final = {
     "torch": "builtin_policy('default').override({'softmax': 'fp32'})",
     "jax": "builtin_policy('default', framework='jax').override({'tanh': 'fp32'})",
+    "tensorplay": "builtin_policy('default', framework='tensorplay').override({'softmax': 'fp32'})",
 }
-_NAMES: Final = {"torch": ("default", "torch", "unified", "fp32", _APEX), "jax": ("default", "unified", "fp32")}
+_NAMES: Final = {
+    "torch": ("default", "torch", "unified", "fp32", _APEX),
+    "jax": ("default", "unified", "fp32"),
+    "tensorplay": ("default", "tensorplay", "unified", "fp32"),
+}
+_OWNERS: Final = {"torch": "PyTorch", "tensorplay": "TensorPlay", _APEX: "PyTorch"}
 
 
 def builtin_names(framework: str = "torch") -> tuple[str, ...]:
@@ -55,6 +61,8 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
             Or a device's name, for that device's table as a policy.
         framework: For whose ops. JAX has ``"default"``, ``"unified"`` and ``"xla"``, which all have the rules of mezzo's one
             table for XLA, and ``"fp32"``: every primitive that computes in float32; ``"opaque"`` is the default of each.
+            TensorPlay has ``"default"`` and ``"tensorplay"``, which is its own table, exactly, as ``"torch"`` is PyTorch's;
+            ``"unified"``: the rules of PyTorch's unified table on TensorPlay's ops; ``"fp32"``, ``"cpu"`` and ``"cuda"``.
 
     Returns:
         The policy; the same object at every call.
@@ -66,9 +74,11 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         >>> builtin_policy("unified").rule("softmax")
         <CastPolicy.FP32_SET_OPT_DTYPE: 'fp32_set_opt_dtype'>
     """
+    if name not in builtin_names(framework):
+        raise UnknownPolicyError(_unknown(name, framework))
     if framework == "jax":
         return _jax(name)
-    if name in ("default", "torch"):
+    if name in ("default", framework):
         return Policy(name, default="device", framework=framework, repairs=name == "default")
     if name == "unified":
         return _named("unified", _unified(framework), framework)
@@ -76,26 +86,21 @@ def builtin_policy(name: str, *, framework: str = "torch") -> Policy:
         return _named("fp32", _fp32(framework), framework)
     if name == _APEX:
         return _named(_APEX, dict(tables.apex_lists()), framework)
-    if name in tables.devices(framework):
-        return Policy.from_table(name, framework=framework)
-    raise UnknownPolicyError(_unknown(name, framework))
+    return Policy.from_table(name, framework=framework)
 
 
 def _unknown(name: str, framework: str) -> str:
     known = builtin_names(framework)
+    if name in _OWNERS:
+        return (
+            f"{name!r} is for {_OWNERS[name]}'s ops, and {framework!r} has no policy of that name; ask for "
+            f"framework={'tensorplay' if name == 'tensorplay' else 'torch'!r}, or for one of {', '.join(known)}."
+        )
     return f"{name!r} is no built-in policy; allowed are {', '.join(known)}.{near(name, known)}"
 
 
 def _jax(name: str) -> Policy:
     """JAX's functions are traced before a device is known, so "default" and "unified" are the one table there is."""
-    if name in ("torch", _APEX):
-        msg = (
-            f"{name!r} is for PyTorch's ops, and 'jax' has no policy of that name; ask for framework='torch', or for one "
-            f"of {', '.join(builtin_names('jax'))}."
-        )
-        raise UnknownPolicyError(msg)
-    if name not in builtin_names("jax"):
-        raise UnknownPolicyError(_unknown(name, "jax"))
     if name == "xla":
         return Policy.from_table("xla", framework="jax")
     rules = device_rules("xla", "jax")
@@ -107,14 +112,15 @@ def _jax(name: str) -> Policy:
 
 
 def _named(name: str, rules: dict[str, Rule], framework: str) -> Policy:
-    return Policy(
-        name,
-        {f"{op}.default" if "." not in op else op: rule for op, rule in rules.items()},
-        framework=framework,
-    )
+    if framework == "torch":
+        # A bare name without overload means all overloads, so the default overload alone has to be spelled out.
+        rules = {f"{op}.default" if "." not in op else op: rule for op, rule in rules.items()}
+    return Policy(name, rules, framework=framework)
 
 
 def _unified(framework: str) -> dict[str, Rule]:
+    if table := tables.unified(framework):
+        return dict(table)
     return {**tables.device_table("cpu", framework), **tables.device_table("cuda", framework)}
 
 
@@ -126,6 +132,7 @@ def _fp32(framework: str) -> dict[str, Rule]:
     """
     listed = [op for device in tables.devices(framework) for op in tables.device_table(device, framework)]
     listed += [op for device in tables.devices(framework) for op in tables.own_kernels(device, framework)]
+    listed += tables.unified(framework)
     return dict.fromkeys(listed, CastPolicy.FP32)
 
 

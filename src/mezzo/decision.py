@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from .errors import PolicyError, near
 
-__all__ = ["LOW_DTYPES", "CastPolicy", "eligible", "input_dtypes", "parse_cast_policy"]
+__all__ = ["LOW_DTYPES", "CastPolicy", "eligible", "input_dtypes", "parse_cast_policy", "widest"]
 
 LOW_DTYPES = ("bfloat16", "float16")
 """The lower-precision dtypes for which a rule may differ."""

@@ -31,6 +31,7 @@ __all__ = [
     "SkippedStepsError",
     "UnknownOpError",
     "UnknownPolicyError",
+    "UnsupportedVersionError",
 ]
 
 
@@ -110,6 +111,10 @@ class ArrayTypeError(MezzoError, TypeError):
 
 class MutationError(MezzoError, RuntimeError):
     """A function that was to be traced changed state in place, which would have been lost."""
+
+
+class UnsupportedVersionError(MezzoError, ImportError):
+    """An adapter was imported with a release of its framework that it does not work with."""
 
 
 class AmpError(MezzoError, RuntimeError):

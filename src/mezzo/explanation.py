@@ -9,6 +9,7 @@ from . import tables
 from .decision import LOW_DTYPES, CastPolicy, input_dtypes
 from .primitive_effects import primitive_effects
 from .rules import ByDtype, Rule
+from .tensorplay_effects import tensorplay_repair
 from .vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class OpExplanation:
         origin: Where the rule was set.
         inputs: For each lower-precision dtype of a region: input dtype to the dtype that reaches the op. Empty for an
             ``opaque`` rule of JAX's: whatever comes in, the op gets the dtypes that were traced.
-        served_by: Whose kernel casts; empty if no device was named.
+        served_by: Whose kernel casts, for TensorPlay always ``"mezzo"``; empty if no device was named, and for JAX.
         repair: What is done if a call fails over dtypes; empty if nothing is.
         framework: Whose op it is.
     """
@@ -72,8 +73,11 @@ class OpExplanation:
         """Say it in a few lines of text."""
         text = [f"{self.op}: {_HEADINGS.get(self.rule, str(self.rule))}", f"  from {self.origin}", *self._effects()]
         if self.repair:
-            text.append(f"  a call that fails over dtypes is made again {self.repair}")
-        return [*text, f"  cast by {self.served_by}"] if self.served_by else text
+            again = "" if self.framework == "tensorplay" else "a call that fails over dtypes is made again "
+            text.append(f"  {again}{self.repair}")
+        # An op of TensorPlay's that is not listed is not cast by anybody.
+        unserved = not self.served_by or (self.rule is None and self.framework == "tensorplay")
+        return text if unserved else [*text, f"  cast by {self.served_by}"]
 
     def _effects(self) -> list[str]:
         if self.framework == "jax" and isinstance(self.rule, CastPolicy | ByDtype):
@@ -104,8 +108,9 @@ class Explanation:
         name: The name that was asked for.
         policy: The policy's name.
         device: The device that was asked about, None for none.
-        ops: One entry per overload; none for a function of JAX's that is composed of several primitives.
-        inside: Entries for the ops that the call reaches through others, if those asked for are not listed.
+        ops: One entry per overload; none for a function of JAX's or TensorPlay's that is composed of several ops.
+        inside: Entries for the ops that the call reaches through others, if those asked for are not listed. For TensorPlay,
+            those of which the function of this name is composed in Python, whether they are listed or not.
     """
 
     name: str
@@ -119,10 +124,15 @@ class Explanation:
         for op in self.ops:
             text += op.lines()
         if self.inside:
-            text.append("and inside it" if self.ops else "no primitive of its own; it is traced as")
+            text.append(self._about_inside())
             for op in self.inside:
                 text += op.lines()
         return "\n".join(text)
+
+    def _about_inside(self) -> str:
+        if self.inside[0].framework == "tensorplay":
+            return "the function of this name is composed of" if self.ops else "no op of its own; it is composed of"
+        return "and inside it" if self.ops else "no primitive of its own; it is traced as"
 
 
 def explain(policy: Policy, name: str, device: str | None = None) -> Explanation:
@@ -143,6 +153,9 @@ def explain(policy: Policy, name: str, device: str | None = None) -> Explanation
     policy = policy.on(device) if device else policy
     if policy.framework == "jax" and (composed := words.inside(name)):
         return Explanation(name, policy.name, (), tuple(_explain_primitive(policy, op) for op in composed), device)
+    if policy.framework == "tensorplay" and (entered := words.inside(name)):
+        own = tuple(_explain_one(policy, op, device) for op in words.own(name))
+        return Explanation(name, policy.name, own, tuple(_explain_one(policy, op, device) for op in entered), device)
     ops = tuple(_explain_one(policy, op, device) for op in words.resolve(name))
     inside: tuple[OpExplanation, ...] = ()
     if all(op.rule is None for op in ops):
@@ -178,13 +191,15 @@ def _explain_one(policy: Policy, op: str, device: str | None) -> OpExplanation:
         for low in LOW_DTYPES:
             kind = _rule_for(rule, low)
             inputs[low] = {dtype: input_dtypes(kind, [dtype], low)[0] for dtype in _INPUTS}
-    repair = _repair(policy, op, rule)
-    return OpExplanation(op, rule, policy.origin(op), inputs, _served_by(policy, op, rule, device), repair)
+    served, repair = _served_by(policy, op, rule, device), _repair(policy, op, rule)
+    return OpExplanation(op, rule, policy.origin(op), inputs, served, repair, policy.framework)
 
 
 def _repair(policy: Policy, op: str, rule: Rule | str | None) -> str:
     if not policy.repairs or rule == CastPolicy.BANNED or op not in tables.repairs(policy.framework):
         return ""
+    if policy.framework == "tensorplay":
+        return tensorplay_repair(op)
     if vocabulary(policy.framework).traits.get(op, frozenset()) & {"out", "mutates"}:
         return "with its inputs in the dtype of what it writes to, else in float32"
     return "with its inputs in the widest of their dtypes, float64 included, else in float32"
@@ -193,6 +208,8 @@ def _repair(policy: Policy, op: str, rule: Rule | str | None) -> str:
 def _served_by(policy: Policy, op: str, rule: Rule | str | None, device: str | None) -> str:
     if device is None:
         return ""
+    if policy.framework == "tensorplay":
+        return "mezzo"
     own = tables.device_table(device, policy.framework).get(op)
     if rule is None and own is None:
         return "nobody; the ops inside it that are listed, if there are any, are cast"

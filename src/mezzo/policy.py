@@ -34,12 +34,13 @@ class Policy:
         default: What happens to other ops: ``"fallthrough"`` (they run in their inputs' dtypes, and the ops inside them
             follow this policy), ``"device"`` (the device's own table decides), or another cast policy, which then covers
             every op that computes with tensors and returns new ones. By default ``"fallthrough"``; for JAX ``"opaque"``
-            (they run in the dtypes that were traced), while ``"device"`` is for PyTorch, and primitives that do not
+            (they run in the dtypes that were traced), while ``"device"`` is for the others, and primitives that do not
             compute, such as ``reshape`` and ``scan``, keep the rule of mezzo's table.
         framework: Whose ops the names are.
         repairs: Whether a call that PyTorch's autocast would let down is mended: one whose mixture of dtypes, or whose
             lower-precision dtype, the op has no kernel for, and one that would be served the stale cast of a weight. False
-            gives PyTorch's behaviour, faults and all. Calls that work there are not affected. By default True; for JAX,
+            gives PyTorch's behaviour, faults and all. Calls that work there are not affected. The same holds for
+            TensorPlay, where a call that would compute wrongly is mended, too. By default True; for JAX,
             which traces a function before autocast changes it, there is nothing to mend and it is False.
 
     Attributes:

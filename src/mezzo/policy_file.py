@@ -5,8 +5,8 @@ A file looks like this; every key may be left out::
     name = "careful"          # default: the name of the file
     base = "unified"          # start from a built-in policy or a device's table ("cuda"); default: from nothing
     default = "fallthrough"   # for ops that are not listed; for JAX, if left out: "opaque"
-    framework = "torch"       # or "jax"
-    repairs = true            # mend calls that PyTorch's autocast lets down; default: that of the base, else true
+    framework = "torch"       # or "jax", "tensorplay"
+    repairs = true            # mend calls that the framework's autocast lets down; default: that of the base, else true
 
     [ops]
     softmax = "fp32"
@@ -132,7 +132,7 @@ def _grouped(policy: Policy) -> dict[str, Rule]:
         covered = words.covers(base)
         whole = op in covered and all(policy.ops.get(other) == rule for other in covered)
         # A bare name without overload means all overloads, so the default overload alone has to be spelled out.
-        single = op if "." in op or covered == (op,) or op not in covered else f"{op}.default"
+        single = words.alone(op) if op in covered and covered != (op,) else op
         grouped[base if whole else single] = rule
     return grouped
 

@@ -12,8 +12,10 @@ __all__ = ["DEVICE", "default_rule", "low_name", "mends"]
 DEVICE: Literal["device"] = "device"
 """The value of `Policy.default` that keeps the device's own rule for ops that the policy does not list."""
 
+_EAGER = (CastPolicy.FALLTHROUGH, CastPolicy.PROMOTE, CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP)
 _DEFAULTS = {
-    "torch": (CastPolicy.FALLTHROUGH, CastPolicy.PROMOTE, CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP),
+    "torch": _EAGER,
+    "tensorplay": _EAGER,
     "jax": (
         CastPolicy.OPAQUE,
         CastPolicy.FALLTHROUGH,
@@ -28,7 +30,7 @@ def default_rule(value: object, framework: str) -> CastPolicy | Literal["device"
     """Check a policy's default.
 
     Args:
-        value: What the caller gave; None for the usual one, which is fallthrough for PyTorch and opaque for JAX.
+        value: What the caller gave; None for the usual one, which is opaque for JAX and fallthrough for the others.
         framework: Whose ops the policy is about.
 
     Returns:
@@ -40,7 +42,7 @@ def default_rule(value: object, framework: str) -> CastPolicy | Literal["device"
     allowed = _DEFAULTS[framework]
     if value is None:
         return allowed[0]
-    if value == DEVICE and framework == "torch":
+    if value == DEVICE and framework != "jax":
         return DEVICE
     if value == DEVICE:
         msg = (
@@ -49,7 +51,7 @@ def default_rule(value: object, framework: str) -> CastPolicy | Literal["device"
         )
         raise PolicyError(msg)
     if value not in allowed:
-        others = f" and {DEVICE}" if framework == "torch" else ""
+        others = "" if framework == "jax" else f" and {DEVICE}"
         msg = f"{value} cannot be a policy's default; allowed are {', '.join(allowed)}{others}."
         raise PolicyError(msg)
     return CastPolicy(str(value))
@@ -59,7 +61,7 @@ def mends(repairs: object, framework: str) -> bool:
     """Check whether a policy mends calls that fail over dtypes.
 
     Args:
-        repairs: True, False, or None for the usual value, which is True for PyTorch.
+        repairs: True, False, or None for the usual value, which is False for JAX and True for the others.
         framework: Whose ops the policy is about.
 
     Returns:
@@ -69,11 +71,11 @@ def mends(repairs: object, framework: str) -> bool:
         PolicyError: It is something else, or True for a framework that has nothing to mend.
     """
     if repairs is None:
-        return framework == "torch"
+        return framework != "jax"
     if not isinstance(repairs, bool):
         msg = f"a policy's repairs must be True or False, got {repairs!r}."
         raise PolicyError(msg)
-    if repairs and framework != "torch":
+    if repairs and framework == "jax":
         msg = f"repairs mend calls that PyTorch's autocast lets down; for {framework!r} leave them out, or give False."
         raise PolicyError(msg)
     return repairs

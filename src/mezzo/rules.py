@@ -92,6 +92,9 @@ def resolve_rules(ops: Mapping[str, RuleLike], framework: str) -> dict[str, Rule
         if not fitting:
             raise PolicyError(faults[covered[0]])
         rules.update(dict.fromkeys(fitting, rule))
+    if framework == "tensorplay":
+        # There a name may cover the op of another name, which has a rule of its own where it is given one.
+        rules.update({name: parse_rule(name, rule) for name, rule in ops.items() if name in rules})
     return rules
 
 
@@ -138,6 +141,8 @@ def misfit(rule: Rule, traits: frozenset[str] | None, op: str, framework: str = 
         return misfit(rule.bfloat16, traits, op, framework) or misfit(rule.float16, traits, op, framework)
     if framework == "jax":
         return _misfit_jax(rule, traits or frozenset(), op)
+    if framework == "tensorplay":
+        return _misfit_tensorplay(rule, traits or frozenset(), op)
     if rule is CastPolicy.OPAQUE:
         return f"{op}: opaque is a rule for JAX; use fallthrough." if "::" in op else ""
     if traits is None:
@@ -148,6 +153,16 @@ def misfit(rule: Rule, traits: frozenset[str] | None, op: str, framework: str = 
         return f"{op} has no optional dtype argument for fp32_set_opt_dtype to set; use fp32."
     if rule is CastPolicy.FP32_APPEND_DTYPE and op not in _APPENDABLE:
         return f"{op} has no overload with a dtype for fp32_append_dtype to call; use fp32."
+    return ""
+
+
+def _misfit_tensorplay(rule: CastPolicy, traits: frozenset[str], op: str) -> str:
+    if rule is CastPolicy.OPAQUE:
+        return f"{op}: opaque is a rule for JAX; use fallthrough."
+    if rule in (CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE):
+        return f"{op}: {rule} is a rule for PyTorch, and for TensorPlay the inputs are cast instead; use fp32."
+    if "mutates" in traits and rule not in _NOT_CAST:
+        return f"{op} writes into an argument, so its inputs cannot be cast; allowed are {_NOT_CAST_NAMES}."
     return ""
 
 

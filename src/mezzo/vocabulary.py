@@ -54,7 +54,7 @@ class Vocabulary:
             ``dtype`` (has an optional dtype argument), ``compute`` (a function of its tensors, which a policy's default
             may cover).
         aliases: Python names for ops.
-        namespace: The prefix of canonical names, ``"aten::"`` for PyTorch.
+        namespace: The prefix of canonical names, ``"aten::"`` for PyTorch; the others have none.
     """
 
     traits: dict[str, frozenset[str]]
@@ -141,6 +141,14 @@ class Vocabulary:
         """Give the overloads that a base name covers: all of them but ``out``."""
         return tuple(sorted(op for op in self._overloads.get(base, ()) if "out" not in self.traits[op]))
 
+    def own(self, name: str) -> tuple[str, ...]:
+        """Give the ops that a rule for a name is for."""
+        return self.resolve(name)
+
+    def alone(self, op: str) -> str:
+        """Spell an op's name so that it covers no other overload."""
+        return op if "." in op else f"{op}.default"
+
     def _expand(self, plain: str) -> list[str]:
         op = self.namespace + plain
         if "." in plain:
@@ -203,4 +211,8 @@ def vocabulary(framework: str = "torch") -> Vocabulary:
         from .primitive_names import PrimitiveNames  # noqa: PLC0415 - it imports this module
 
         return PrimitiveNames(traits, aliases)
+    if framework == "tensorplay":
+        from .tensorplay_names import TensorPlayNames  # noqa: PLC0415 - it imports this module
+
+        return TensorPlayNames(traits, aliases)
     return Vocabulary(traits, aliases)

@@ -315,8 +315,8 @@ def test_without_the_cli_extra_it_says_what_to_install(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["torch", "sklearn", "matplotlib"])
 def test_without_the_demo_extra_the_demo_says_what_to_install(package: str) -> None:
-    # Without PyTorch the demo runs in JAX, if that is there.
-    done = run_without({package, "jax"}, "demo", "--quick")
+    # Without PyTorch the demo runs in JAX or TensorPlay, if one is there.
+    done = run_without({package, "jax", "tensorplay"}, "demo", "--quick")
     advice = f"mezzo: the demo needs {package}, which is not installed; run: pip install 'mezzo[demo]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", advice)
 

@@ -15,5 +15,6 @@ def test_what_cannot_be_met_is_a_test_and_has_a_cause(unmet: Unmet) -> None:
     assert len(unmet.cause.split()) > 5
 
 
-def test_pytorch_meets_everything() -> None:
-    assert "torch" not in {unmet.backend for unmet in UNMET}
+@pytest.mark.parametrize("name", ["torch", "tensorplay"])
+def test_an_adapter_for_eager_code_meets_everything(name: str) -> None:
+    assert name not in {unmet.backend for unmet in UNMET}

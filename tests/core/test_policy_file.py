@@ -115,7 +115,7 @@ def test_policy_arguments_may_be_paths(tmp_path: Path) -> None:
         (
             "framework = 'numpy'",
             PolicyFileError,
-            "mezzo has no op tables for framework 'numpy'; allowed are torch, jax.",
+            "mezzo has no op tables for framework 'numpy'; allowed are torch, jax, tensorplay.",
         ),
         ("default = 'banned'", PolicyFileError, "banned cannot be a policy's default; allowed are"),
         ("[ops\n", PolicyFileError, "not a valid TOML file: "),

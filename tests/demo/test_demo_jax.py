@@ -161,7 +161,9 @@ def test_both_frameworks_have_the_same_digits() -> None:
 
 
 def test_an_unknown_framework_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="The demo got framework='keras'; expected 'torch', 'jax' or 'all'"):
+    with pytest.raises(
+        OptionError, match="The demo got framework='keras'; expected 'torch', 'jax', 'tensorplay' or 'all'"
+    ):
         run_demo(tmp_path / "none", quick=True, framework="keras")
     assert not (tmp_path / "none").exists()
 
@@ -176,7 +178,7 @@ def test_a_device_that_jax_has_not_is_refused_unless_the_name_is_meant_for_pytor
 
 
 def test_all_means_what_is_installed() -> None:
-    assert choose("all") == ("torch", "jax")
+    assert choose("all")[:2] == ("torch", "jax")
     assert choose("jax") == ("jax",)
     assert missing("jax") is None
 
@@ -200,9 +202,9 @@ def run_without(absent: set[str], code: str) -> subprocess.CompletedProcess[str]
 
 
 def test_importing_the_demo_needs_no_framework() -> None:
-    absent = {"torch", "jax", "flax", "optax"}
+    absent = {"torch", "jax", "flax", "optax", "tensorplay"}
     done = run_without(absent, "import mezzo.demo; print(sorted(mezzo.demo.__all__))")
-    assert done.stdout == "['JaxResult', 'RunResult', 'Trained', 'run_demo']\n", done.stderr
+    assert done.stdout == "['JaxResult', 'RunResult', 'TensorPlayResult', 'Trained', 'run_demo']\n", done.stderr
 
 
 CHOOSING = """
@@ -218,7 +220,7 @@ print(advice("jax"))
 
 @pytest.mark.parametrize("package", ["jax", "flax", "optax"])
 def test_without_jax_the_demo_says_in_one_line_how_to_get_it(package: str) -> None:
-    done = run_without({package}, CHOOSING)
+    done = run_without({package, "tensorplay"}, CHOOSING)
     command = "pip install 'mezzo[demo,jax]' flax optax"
     assert done.stdout.splitlines() == [
         "torch",
@@ -228,6 +230,6 @@ def test_without_jax_the_demo_says_in_one_line_how_to_get_it(package: str) -> No
 
 
 def test_without_pytorch_jax_runs_alone_and_without_both_pytorch_is_advised() -> None:
-    assert run_without({"torch"}, CHOOSING).stdout.splitlines()[:2] == ["jax", "jax"]
-    first, *_ = run_without({"torch", "jax"}, CHOOSING).stdout.splitlines()
+    assert run_without({"torch", "tensorplay"}, CHOOSING).stdout.splitlines()[:2] == ["jax", "jax"]
+    first, *_ = run_without({"torch", "jax", "tensorplay"}, CHOOSING).stdout.splitlines()
     assert first == "the demo needs torch, which is not installed; run: pip install 'mezzo[demo]'"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import os
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from .docstrings import WITH_DOCTESTS, assert_examples_are_true
 from .documents import (
     DOCUMENTS,
     ROOT,
@@ -23,14 +23,9 @@ from .documents import (
     python_program,
     write_files,
 )
+from .public_names import IMPORT_TENSORPLAY
 
-SOURCE = ROOT / "src"
 EXECUTED = [document for document in DOCUMENTS if any(block.language == "python" for block in blocks(document))]
-WITH_DOCTESTS = [
-    path.relative_to(SOURCE).with_suffix("")
-    for path in sorted(SOURCE.rglob("*.py"))
-    if ">>> " in path.read_text(encoding="utf-8")
-]
 
 
 def by_name(path: Path) -> str:
@@ -39,8 +34,8 @@ def by_name(path: Path) -> str:
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python with warnings as errors, wide enough for every table."""
-    # A reader of the documents has not asked XLA for eight devices, as the tests have.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    # A reader of the documents has not asked XLA for eight devices, as the tests have; most of the time would be LLVM's.
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         cwd=folder,
@@ -67,6 +62,8 @@ def missing(promised: list[str], printed: list[str]) -> str | None:
 def test_the_python_blocks_of_a_document_run_and_print_what_they_say(document: Path, tmp_path: Path) -> None:
     write_files(document, tmp_path)
     program = python_program(document)
+    if "tensorplay" in program and not find_spec("tensorplay"):
+        pytest.skip("the document shows TensorPlay, which is not installed")
     # Under the document's name, so that a traceback's line numbers are the document's.
     copy = tmp_path / document.name
     copy.write_text(program, encoding="utf-8")
@@ -125,41 +122,38 @@ def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
 
 
-@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=lambda path: ".".join(path.parts))
-def test_the_examples_in_docstrings_are_true(path: Path) -> None:
-    parts = path.parts[:-1] if path.name == "__init__" else path.parts
-    module = importlib.import_module(".".join(parts))
-    if parts[:2] == ("mezzo", "apex"):
+# Those that need TensorPlay run in a process of their own: tests/tensorplay/packaging.
+@pytest.mark.parametrize("name", [name for name in WITH_DOCTESTS if name not in IMPORT_TENSORPLAY])
+def test_the_examples_in_docstrings_are_true(name: str) -> None:
+    if name.startswith("mezzo.apex"):
         # amp has one state for the process: each example starts and leaves it behind.
         from tests.apex.conftest import end_amp
 
         end_amp()
-        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+        assert_examples_are_true(name, ellipsis=True)
         end_amp()
     else:
-        result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0, "the report above says which"
+        assert_examples_are_true(name)
 
 
 def test_every_module_of_the_core_and_of_the_adapter_with_public_functions_has_an_example() -> None:
-    named = {".".join(path.parts) for path in WITH_DOCTESTS}
+    named = set(WITH_DOCTESTS)
     assert {
-        "mezzo.__init__",
+        "mezzo",
         "mezzo.policy",
         "mezzo.builtin",
-        "mezzo.tables.__init__",
+        "mezzo.tables",
         "mezzo.decision",
     } <= named
     assert {
-        "mezzo.torch.__init__",
+        "mezzo.torch",
         "mezzo.torch.autocast",
         "mezzo.torch.functions",
         "mezzo.torch.observe",
     } <= named
     assert "mezzo.torch.policies" in named
     assert {
-        "mezzo.jax.__init__",
+        "mezzo.jax",
         "mezzo.jax.autocast",
         "mezzo.jax.explain",
         "mezzo.jax.functions",

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-FILES = {
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(SOURCE.rglob("*.py"))
-}
+from .public_names import FILES, IMPORT_TENSORPLAY, MODULES, assert_offers_are_documented, assert_says_what_is_public
+
 ADAPTERS = {"torch": {"torch"}, "jax": {"jax", "numpy"}, "tensorplay": {"tensorplay"}}
 """The adapters and what each may import: its framework, and for JAX, which is built on it, NumPy."""
 FRONTS = {"cli", "demo", "__main__", "apex"}
 CORE = (
     "errors",
+    "stepwise",
     "report_records",
     "report_findings",
     "report_totals",
@@ -34,10 +29,12 @@ CORE = (
     "decision",
     "tables",
     "vocabulary",
+    "tensorplay_names",
     "primitive_names",
     "policy_options",
     "rules",
     "primitive_effects",
+    "tensorplay_effects",
     "explanation",
     "policy",
     "builtin",
@@ -265,40 +262,17 @@ def test_the_dependencies_are_read_off_the_files() -> None:
     assert "mezzo.policy_file" not in set(imports("mezzo.policy", at_import=True))
     assert "mezzo.builtin" in set(imports("mezzo.torch.autocast", at_import=True))
     assert {"jax", "mezzo.jax.settings"} <= set(imports("mezzo.jax.autocast", at_import=True))
+    assert {"tensorplay", "mezzo.errors"} <= set(imports("mezzo.tensorplay.contract", at_import=True))
 
 
 # Names
 
-# The importable `apex` package is imported by its own name only: tests/apex/test_shim.py.
-MODULES = [name for name in FILES if "__main__" not in name and ".shim" not in name]
+# Those that need TensorPlay are imported in a process of their own: tests/tensorplay/packaging.
 
 
-def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Give the functions and classes that a module offers, and the public methods of the latter."""
-    for name in module.__all__:
-        value = getattr(module, name)
-        if inspect.isclass(value) and value.__module__.startswith("mezzo"):
-            yield name, value
-            for method, found in vars(value).items():
-                if not method.startswith("_") and (callable(found) or isinstance(found, property | classmethod)):
-                    yield f"{name}.{method}", found
-        elif inspect.isroutine(value) or inspect.ismodule(value):
-            yield name, value
-
-
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in IMPORT_TENSORPLAY])
 def test_what_a_module_offers_is_there_and_has_a_docstring(name: str) -> None:
-    module = importlib.import_module(name)
-    assert module.__doc__, name
-    if not hasattr(module, "__all__"):
-        return
-    absent = [offered for offered in module.__all__ if not hasattr(module, offered)]
-    assert absent == []
-    for label, value in public(module):
-        text = inspect.getdoc(value)
-        # A dataclass without a docstring is given its signature for one.
-        assert text, label
-        assert not text.startswith(f"{label}("), label
+    assert_offers_are_documented(name)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +288,7 @@ def test_what_a_module_offers_is_there_and_has_a_docstring(name: str) -> None:
     ],
 )
 def test_packages_say_what_is_public(name: str) -> None:
-    module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__) > 0
+    assert_says_what_is_public(name)
 
 
 # Files

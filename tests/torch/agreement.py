@@ -1,7 +1,7 @@
 """Comparing mezzo's kernels with PyTorch's over PyTorch's op database, wherever a call passes through a listed op.
 
 Kernels of mezzo's that have been registered stay, and serve plain regions too. So this is run as a program, in a process in
-which none has been: ``python -m tests.torch.agreement DEVICE`` first makes all calls natively, then all by mezzo's.
+which none has been: ``python -m tests.torch.agreement DEVICES`` first makes all calls natively, then all by mezzo's.
 """
 
 from __future__ import annotations
@@ -122,25 +122,44 @@ def outcomes(device: str, low: torch.dtype, calls: list[Call], hits: list[set[st
     return made
 
 
-def main(device: str) -> dict[str, dict[str, Any]]:
-    """Compare all calls on a device.
+Report = dict[str, dict[str, Any]]
+
+
+def main(devices: list[str]) -> dict[str, Report]:
+    """Compare all calls on some devices.
 
     Returns:
-        By dtype and pairing: what differs, how many calls were compared, and how many listed ops they reached.
+        By device, then by dtype and pairing: what differs, how many calls were compared, and how many listed ops they
+        reached.
     """
-    lists: dict[tuple[torch.dtype, str], list[Call]] = {}
+    # On all devices before a kernel is registered for any.
+    natively = {device: list(_natively(device)) for device in devices}
+    assert not any(installed_kernels(device) for device in devices)
+    return {device: _by_mezzo(device, natively.pop(device)) for device in devices}
+
+
+def _natively(device: str) -> Iterator[tuple[torch.dtype, str, list[Call], list[Outcome]]]:
+    """Make all calls, for each dtype and pairing."""
     for low in LOW:
         for pairing in PAIRINGS if device == "cpu" else ("first low",):
-            lists[low, pairing] = list(on_cpu(low, pairing) if device == "cpu" else on_fakes(device, low))
-    with torch.no_grad() if device != "cpu" else nullcontext():
-        natively = {key: outcomes(device, key[0], calls, None) for key, calls in lists.items()}
-        assert not installed_kernels(device)
-        report = {}
-        for key, calls in lists.items():
-            hits: list[set[str]] = []
-            served = outcomes(device, key[0], calls, hits)
-            report[f"{key[0]}, {key[1]}"] = _compare(device, calls, natively.pop(key), served, hits)
+            calls = list(on_cpu(low, pairing) if device == "cpu" else on_fakes(device, low))
+            with _gradients(device):
+                yield low, pairing, calls, outcomes(device, low, calls, None)
+
+
+def _by_mezzo(device: str, natively: list[tuple[torch.dtype, str, list[Call], list[Outcome]]]) -> Report:
+    report = {}
+    while natively:  # what has been compared is let go
+        low, pairing, calls, native = natively.pop(0)
+        hits: list[set[str]] = []
+        with _gradients(device):
+            served = outcomes(device, low, calls, hits)
+            report[f"{low}, {pairing}"] = _compare(device, calls, native, served, hits)
     return report
+
+
+def _gradients(device: str) -> AbstractContextManager[Any]:
+    return torch.no_grad() if device != "cpu" else nullcontext()
 
 
 def _compare(
@@ -160,4 +179,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     # An error is an outcome here, and one with a traceback in the log takes as long as several calls.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(sys.argv[1:])))

@@ -50,7 +50,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("demo-output"),
     device: Annotated[str | None, typer.Option(help="Device to train on; by default a GPU if there is one.")] = None,
     framework: Annotated[
-        str, typer.Option("--framework", "-f", help="torch, jax, or all: those that are installed.")
+        str, typer.Option("--framework", "-f", help="torch, jax, tensorplay, or all: those that are installed.")
     ] = "all",
     epochs: Annotated[int | None, typer.Option(help="Epochs per run.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds on a part of the data.")] = False,
@@ -74,14 +74,17 @@ def ops(
     op: Annotated[
         str | None,
         typer.Argument(
-            help="An op, in any spelling: softmax, F.softmax, aten::softmax.int; lax.exp, jnp.matmul for JAX."
+            help=(
+                "An op, in any spelling: softmax, F.softmax, aten::softmax.int; lax.exp, jnp.matmul for JAX; F.softmax, "
+                "tensorplay.matmul for TensorPlay."
+            )
         ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", "-d", help="Show this device's table.")] = None,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A built-in policy, or the path of a .toml file.")
     ] = "default",
-    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops: torch or jax.")] = "torch",
+    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops: torch, jax or tensorplay.")] = "torch",
 ) -> None:
     """Print which op runs in which dtype, or explain one op."""
     console = Console()

@@ -80,9 +80,10 @@ def _cell(rule: Rule | None, *, short: bool) -> Text:
 
 def _caption(policy: Policy, *, short: bool) -> str:
     rest = "run in the dtypes that come in" if policy.default == "device" else str(policy.default)
-    words = "lower: lower_precision_fp; set: fp32_set_opt_dtype; append: fp32_append_dtype. " if short else ""
-    option = "" if policy.framework == "torch" else f" --framework {policy.framework}"
-    return f"{words}Other ops: {rest}. `mezzo ops NAME{option}` explains one."
+    torch = policy.framework == "torch"
+    words = f"lower: lower_precision_fp{'; set: fp32_set_opt_dtype; append: fp32_append_dtype' if torch else ''}. "
+    option = "" if torch else f" --framework {policy.framework}"
+    return f"{words if short else ''}Other ops: {rest}. `mezzo ops NAME{option}` explains one."
 
 
 def explanation_text(policy: Policy, op: str, devices: Sequence[str]) -> str:

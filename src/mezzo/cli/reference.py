@@ -31,7 +31,8 @@ that name, the same on every device: the CUDA list, and the entries that only th
 list as xpu. The table for hpu is shipped by its vendor in Intel Gaudi's PyTorch plugin and is not part of PyTorch; xla's
 ships with torch_xla.
 
-What mezzo does with the primitives of JAX is [further below](#primitives-of-jax).
+What mezzo does with the primitives of JAX is [further below](#primitives-of-jax), and so are
+[the ops of TensorPlay](#ops-of-tensorplay).
 
 """
 
@@ -61,6 +62,33 @@ without a primitive of its own is traced as those in the last column: a rule for
 jax` shows the rules of these.
 
 | name | primitive | traced as |
+|---|---|---|
+"""
+
+_TENSORPLAY_HEAD = """## Ops of TensorPlay
+
+Which op runs in which dtype under `mezzo.tensorplay.autocast`. Columns *cpu* and *cuda* are what TensorPlay 1.0 itself casts
+on that device, *unified* is mezzo's policy of that name: PyTorch's unified table on TensorPlay's ops. The ops have their
+names in TensorPlay's dispatcher, without overloads, and a call is cast where it enters TensorPlay.
+
+* `lower`, `fp32`, `promote` and `banned` are as above; `-`: not listed, the op runs in the dtypes that come in.
+* `*`: TensorPlay has no autocast kernel for the op, which is composed in C++ of ops that it would cast. mezzo casts nothing
+  inside an op of C++, so the composition has the rule.
+* *repair* is what a policy with repairs does. `promote`: a call that fails over dtypes is made again with its inputs in the
+  widest of their dtypes, else in float32. `promote first`: inputs of several float dtypes are cast to the widest of them
+  beforehand, since its result or gradient would be wrong. `destination`: in place, the other inputs are cast to the
+  dtype of what is written to. `no bfloat16`, `no float16`: there is no kernel for it, so the op runs in float32.
+
+"""
+
+_TENSORPLAY_NAMES = """## Names of TensorPlay's functions
+
+These names, in policies, TOML files and `mezzo ops --framework tensorplay`, stand for ops that are called otherwise. A
+function that is composed in Python of several ops has none of its own: a rule for it is an error, and the rules of the ops
+in the last column decide. A name with a module in front is that function, where an op of the name alone is another one:
+`kl_div` is an op, and `tensorplay.nn.functional.kl_div` enters `tp_kl_div`. `tensorplay.nn.functional.` is written `F.`.
+
+| name | ops | composed of |
 |---|---|---|
 """
 
@@ -95,7 +123,7 @@ def reference() -> str:
     for op in names:
         cells = [_SHORT.get(rules.get(op, "-"), rules.get(op, "-")) for rules in columns.values()]
         lines.append(f"| `{op.removeprefix('aten::')}` | {' | '.join(cells)} |")
-    return _HEAD + "\n".join(lines) + "\n\n" + _aliases() + "\n" + _jax()
+    return _HEAD + "\n".join(lines) + "\n\n" + _aliases() + "\n" + _jax() + "\n" + _tensorplay()
 
 
 def _jax() -> str:
@@ -105,10 +133,30 @@ def _jax() -> str:
     for op, rule in sorted(rules.items()):
         cell = _SHORT.get(rule, rule) + (f", in float16 {_SHORT.get(other[op], other[op])}" if op in other else "")
         lines.append(f"| `{op}` | {cell} | {', '.join(sorted(words.traits[op])) or '-'} |")
-    names = [
-        f"| `{name}` | {_ops(alias.ops)} | {_ops(alias.inside)} |" for name, alias in sorted(words.aliases.items())
-    ]
-    return _JAX_HEAD + "\n".join(lines) + "\n\n" + _JAX_NAMES + "\n".join(names) + "\n"
+    return _JAX_HEAD + "\n".join(lines) + "\n\n" + _JAX_NAMES + "\n".join(_names("jax")) + "\n"
+
+
+def _tensorplay() -> str:
+    columns = {device: _cells(device) for device in tables.devices("tensorplay")}
+    columns["unified"] = {op: _SHORT[rule] for op, rule in tables.unified("tensorplay").items()}
+    columns["repair"] = _repairs()
+    ops = sorted({op for cells in columns.values() for op in cells}, key=lambda op: (op.lstrip("_"), op))
+    rows = [f"| `{op}` | {' | '.join(cells.get(op, '-') for cells in columns.values())} |" for op in ops]
+    table = "\n".join([f"| op | {' | '.join(columns)} |", "|---|" + "---|" * len(columns), *rows])
+    return _TENSORPLAY_HEAD + table + "\n\n" + _TENSORPLAY_NAMES + "\n".join(_names("tensorplay")) + "\n"
+
+
+def _cells(device: str) -> dict[str, str]:
+    rows = tables.read("tensorplay", device)
+    return {row["op"]: _SHORT[row["policy"]] + ("" if row["origin"] == "native" else " `*`") for row in rows}
+
+
+def _repairs() -> dict[str, str]:
+    kinds, lacking = tables.repair_kinds("tensorplay"), tables.lacking("tensorplay")
+    return {
+        op: ", ".join([*([kinds[op]] if op in kinds else []), *(f"no {low}" for low in sorted(lacking.get(op, ())))])
+        for op in tables.repairs("tensorplay")
+    }
 
 
 def _aliases() -> str:
@@ -120,9 +168,12 @@ def _aliases() -> str:
         "| name | ops | and inside these |",
         "|---|---|---|",
     ]
-    for name, alias in sorted(vocabulary("torch").aliases.items()):
-        lines.append(f"| `{name}` | {_ops(alias.ops)} | {_ops(alias.inside)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_names("torch")]) + "\n"
+
+
+def _names(framework: str) -> list[str]:
+    aliases = sorted(vocabulary(framework).aliases.items())
+    return [f"| `{name}` | {_ops(alias.ops)} | {_ops(alias.inside)} |" for name, alias in aliases]
 
 
 def _ops(names: tuple[str, ...]) -> str:

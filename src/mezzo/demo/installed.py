@@ -11,13 +11,18 @@ from mezzo.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Choice = Literal["torch", "jax", "all"]
+Choice = Literal["torch", "jax", "tensorplay", "all"]
 
-NEEDS: Mapping[Framework, tuple[str, ...]] = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
-NAMES: Mapping[Framework, str] = {"torch": "PyTorch", "jax": "JAX"}
+NEEDS: Mapping[Framework, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "flax", "optax"),
+    "tensorplay": ("tensorplay",),
+}
+NAMES: Mapping[Framework, str] = {"torch": "PyTorch", "jax": "JAX", "tensorplay": "TensorPlay"}
 COMMANDS: Mapping[Framework, str] = {
     "torch": "pip install 'mezzo[demo]'",
     "jax": "pip install 'mezzo[demo,jax]' flax optax",
+    "tensorplay": "pip install 'mezzo[demo,tensorplay]'",
 }
 
 
@@ -45,10 +50,10 @@ def choose(choice: str) -> tuple[Framework, ...]:
     Example:
         >>> choose("warp")
         Traceback (most recent call last):
-        mezzo.errors.OptionError: The demo got framework='warp'; expected 'torch', 'jax' or 'all'.
+        mezzo.errors.OptionError: The demo got framework='warp'; expected 'torch', 'jax', 'tensorplay' or 'all'.
     """
     if choice not in get_args(Choice):
-        message = f"The demo got framework={choice!r}; expected 'torch', 'jax' or 'all'."
+        message = f"The demo got framework={choice!r}; expected 'torch', 'jax', 'tensorplay' or 'all'."
         raise OptionError(message)
     wanted = [framework for framework in get_args(Framework) if choice in (framework, "all")]
     present = tuple(framework for framework in wanted if missing(framework) is None)

@@ -38,25 +38,28 @@ def run_demo(
 
     With PyTorch a conv net and a transformer. The transformer is also trained prepared: weights in bfloat16 or float16,
     with float32 masters in the optimizer. With JAX a smaller transformer, compiled; compiling is timed apart.
+    With TensorPlay two nets of three layers, without and with layer norms, which are also trained in bfloat16 under
+    TensorPlay's own autocast: with layer norms that ends in NaN.
 
     The float16 runs use a gradient scaler. Shows progress bars and tables, writes `loss.png`
-    (losses, and the gradient scale) and `results.json`. On the CPU PyTorch works with one thread, and its
-    thread count is put back; where its float16 is slow there, its products run in float32 and are rounded, and the demo
-    says so. Global random state stays as it is.
+    (losses, and the gradient scale) and `results.json`. On the CPU PyTorch and TensorPlay work with one thread. PyTorch's
+    thread count is put back; TensorPlay's can be set once in a process and stays. Where PyTorch's float16 is slow, its
+    products run in float32 and are rounded, and the demo says so. Global random state stays as it is.
 
     Args:
         output: Folder for the files; made if missing.
-        device: A device: PyTorch's, or JAX's if that runs alone. None takes CUDA, else another accelerator that has
+        device: A device: PyTorch's, or JAX's if PyTorch does not run. None takes CUDA, else another accelerator that has
             autocast, else the CPU. Beside PyTorch, JAX takes the CPU if that is named, else what it prefers itself.
+            TensorPlay's runs are on the CPU.
         epochs: Epochs of each run; None takes 8, or 2 when `quick`.
         quick: Train on few samples, in a few seconds: shows that everything works, not how well.
         console: Where to print; None prints to standard output.
         seed: Decides the split, the initial weights and the order of the samples.
-        framework: "torch", "jax", or "all" for those that are installed.
+        framework: "torch", "jax", "tensorplay", or "all" for those that are installed.
 
     Returns:
-        One result per run, `RunResult` for PyTorch's and `JaxResult` for JAX's; of the same model float32 first, then
-        bfloat16 and float16, then those prepared.
+        One result per run, `RunResult` for PyTorch's, `JaxResult` for JAX's and `TensorPlayResult` for TensorPlay's; of
+        the same model float32 first, then bfloat16 and float16, then those prepared.
 
     Raises:
         OptionError: If there is no such framework.
@@ -65,7 +68,8 @@ def run_demo(
     """
     console = console or Console()
     chosen = installed.choose(framework)
-    parts = [_part(name, device, alone=len(chosen) == 1) for name in chosen]
+    # The device is meant for the first of them.
+    parts = [_part(name, device, first=name == chosen[0]) for name in chosen]
     plan = _plan(epochs, seed, quick=quick)
     # Before the work, so that a folder that cannot be made costs no minute of training.
     output.mkdir(parents=True, exist_ok=True)
@@ -82,15 +86,19 @@ def run_demo(
     return _save(finished, output, console)
 
 
-def _part(framework: Framework, device: str | None, *, alone: bool) -> Part:
+def _part(framework: Framework, device: str | None, *, first: bool) -> Part:
     # Here, so that each framework is imported only where it is used.
     if framework == "torch":
         from mezzo.demo.torch_job import TorchPart  # noqa: PLC0415
 
         return TorchPart(device)
-    from mezzo.demo.jax_job import JaxPart  # noqa: PLC0415
+    if framework == "jax":
+        from mezzo.demo.jax_job import JaxPart  # noqa: PLC0415
 
-    return JaxPart(device, alone=alone)
+        return JaxPart(device, alone=first)
+    from mezzo.demo.tensorplay_job import TensorPlayPart  # noqa: PLC0415
+
+    return TensorPlayPart(device, strict=first)
 
 
 def _plan(epochs: int | None, seed: int, *, quick: bool) -> Plan:

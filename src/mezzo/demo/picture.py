@@ -36,8 +36,11 @@ def save_plot(results: Sequence[Trained], path: Path) -> None:
         results: The runs, those of one model in a row; without a scaled run there is no lower panel.
         path: The file, overwritten if it exists.
     """
-    # Prepared runs lie on the curves of their precision.
-    results = [result for result in results if not getattr(result, "prepared", False)]
+    # Prepared runs lie on the curves of their precision. Those under a framework's own autocast are in the table: where
+    # they go to NaN there is no curve.
+    results = [
+        result for result in results if not (getattr(result, "prepared", False) or getattr(result, "native", False))
+    ]
     models = list(dict.fromkeys(result.title for result in results))
     scaled = {result.title: result for result in results if result.scales}
     figure = Figure(figsize=(5.4 * len(models), 6.8 if scaled else 4.4), layout="constrained")

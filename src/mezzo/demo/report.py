@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def _cells(result: RunResult, results: Sequence[RunResult]) -> list[str]:
 
 
 def save_json(results: Sequence[Trained], plan: Plan, setting: Mapping[str, Any], path: Path) -> None:
-    """Write every number, and what is needed to judge or repeat it.
+    """Write every number, and what is needed to judge or repeat it. JSON has no NaN; null stands for it.
 
     Args:
         results: The runs, of all frameworks.
@@ -122,4 +123,12 @@ def save_json(results: Sequence[Trained], plan: Plan, setting: Mapping[str, Any]
             for result in results
         ],
     }
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_without_nan(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-Framework = Literal["torch", "jax"]
+Framework = Literal["torch", "jax", "tensorplay"]
 Precision = Literal["float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 LOW_WEIGHTS: tuple[Precision, ...] = ("bfloat16", "float16")
@@ -168,6 +168,29 @@ class JaxResult(Trained):
     def title(self) -> str:
         """The model's name with JAX's."""
         return f"{self.model}, JAX"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlayResult(Trained):
+    """The numbers of one run of TensorPlay's: those of `Trained`, and this.
+
+    Args:
+        native: Whether autocast was TensorPlay's own instead of mezzo's. Losses are NaN where training went there.
+    """
+
+    framework: ClassVar[Framework] = "tensorplay"
+
+    native: bool = False
+
+    @property
+    def autocast(self) -> str:
+        """Whose autocast it was: "native", "mezzo", or nothing for float32."""
+        return "" if self.precision == "float32" else "native" if self.native else "mezzo"
+
+    @property
+    def title(self) -> str:
+        """The model's name with TensorPlay's."""
+        return f"{self.model}, TensorPlay"
 
 
 def speed_up(result: Trained, results: Iterable[Trained]) -> float | None:

@@ -14,6 +14,13 @@ For JAX:
   region where that differs;
 * ``ops.csv``: every primitive with its traits (held against the installed JAX by a test); ``aliases.csv``: the names of
   functions and the primitives as which they are traced, in the column ``inside`` if that is a composition.
+
+For TensorPlay, whose ops have no overloads here:
+
+* ``cpu cuda``: what TensorPlay itself casts on that device; the column ``origin`` is ``native`` if the op has an autocast
+  kernel, and ``inside`` if it is composed of such ops in C++, where mezzo casts nothing;
+* ``unified``: PyTorch's tables for the CPU and for CUDA, brought together on TensorPlay's names;
+* ``repairs.csv``, ``ops.csv`` and ``aliases.csv``: as for PyTorch; an alias without ops is a composition in Python.
 """
 
 from __future__ import annotations
@@ -33,16 +40,20 @@ __all__ = [
     "devices",
     "differing",
     "frameworks",
+    "lacking",
     "own_kernels",
     "promoted_first",
     "read",
+    "repair_kinds",
     "repairs",
+    "unified",
 ]
 
 _DEVICES = {
     "torch": ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "reference"),
     # XLA compiles for all of JAX's devices, and a traced function does not know yet on which of them it will run.
     "jax": ("xla",),
+    "tensorplay": ("cpu", "cuda"),
 }
 
 _ELSEWHERE = {
@@ -52,6 +63,7 @@ _ELSEWHERE = {
 }
 
 # PyTorch has one device type for the GPUs of both makers, and "gpu" would otherwise be taken for a slip of "cpu".
+_WITHOUT_AUTOCAST = frozenset({"mtia", "maia", "xpu", "hpu", "mps", "xla"})
 _CALLED_CUDA = frozenset({"gpu", "nvidia", "rocm", "hip", "amd"})
 
 
@@ -107,21 +119,28 @@ def read(framework: str, name: str) -> Iterator[dict[str, str]]:
 @cache
 def _rows(framework: str, device: str) -> Mapping[str, str]:
     if device not in devices(framework):
-        known = devices(framework)
-        why, hint = f"{_ELSEWHERE.get(device)}, so mezzo has none to show", ""
-        if framework != "torch":
-            why = "its tables are for whatever XLA compiles for, and depend on no device"
-        elif device not in _ELSEWHERE:
-            name = "cuda" if device.lower() in _CALLED_CUDA else device.lower()
-            why, hint = "there is no such table", near(name, known, count=1 if name in known else 3)
-        msg = f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
-        raise DeviceError(msg)
+        raise DeviceError(_no_table(framework, device))
     return MappingProxyType({row["op"]: row["policy"] for row in read(framework, device)})
+
+
+def _no_table(framework: str, device: str) -> str:
+    known = devices(framework)
+    name = "cuda" if device.lower() in _CALLED_CUDA else device.lower()
+    why, hint = "there is no such table", near(name, known, count=1 if name in known else 3)
+    if framework == "jax":
+        why, hint = "its tables are for whatever XLA compiles for, and depend on no device", ""
+    elif device in _ELSEWHERE and framework == "torch":
+        why, hint = f"{_ELSEWHERE[device]}, so mezzo has none to show", ""
+    elif device in _WITHOUT_AUTOCAST and framework == "tensorplay":
+        why, hint = "TensorPlay has autocast on the CPU and on CUDA only", ""
+    return f"no built-in table for device {device!r}: {why}. Allowed are {', '.join(known)}.{hint}"
 
 
 @cache
 def device_table(device: str, framework: str = "torch") -> Mapping[str, CastPolicy]:
     """Give the table that the framework itself applies on a device; for JAX, which has none, mezzo's.
+
+    TensorPlay's has the composites, too, inside which TensorPlay would cast.
 
     Args:
         device: A name from `devices`.
@@ -185,6 +204,27 @@ def own_kernels(device: str, framework: str = "torch") -> frozenset[str]:
 
 
 @cache
+def unified(framework: str) -> Mapping[str, CastPolicy]:
+    """Give one table for all devices, where a framework has such a table as data.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        A read-only mapping from op name to cast policy: for TensorPlay the rules of PyTorch's tables on TensorPlay's ops;
+        empty for the others.
+
+    Example:
+        >>> unified("tensorplay")["mm"]
+        <CastPolicy.LOWER_PRECISION_FP: 'lower_precision_fp'>
+    """
+    devices(framework)
+    if framework != "tensorplay":
+        return MappingProxyType({})
+    return MappingProxyType({row["op"]: CastPolicy(row["policy"]) for row in read(framework, "unified")})
+
+
+@cache
 def apex_lists() -> Mapping[str, CastPolicy]:
     """Give the op lists of Apex's opt level O1, on the ops of PyTorch 2.13.
 
@@ -212,30 +252,72 @@ def repairs(framework: str = "torch") -> frozenset[str]:
         framework: A name from `frameworks`.
 
     Returns:
-        Canonical op names, as `scripts/find_repairs.py` found them on the CPU; none for JAX.
+        Canonical op names, as they were measured on the CPU; none for JAX.
 
     Example:
         >>> "aten::index_put_" in repairs()
         True
     """
-    return frozenset(_repairs(framework))
+    return frozenset(row["op"] for row in _repair_rows(framework))
 
 
-def promoted_first(framework: str = "torch") -> frozenset[str]:
-    """Name the ops of which a mixed call works and its backward pass fails, so that it is promoted beforehand.
+@cache
+def repair_kinds(framework: str = "torch") -> Mapping[str, str]:
+    """Give the kind of repair of each op that has one.
 
     Args:
         framework: A name from `frameworks`.
 
     Returns:
-        Canonical op names.
+        A read-only mapping from canonical op name to ``"promote"`` (a call that fails is made again in the widest of its
+        dtypes), ``"promote first"`` (see `promoted_first`) or ``"destination"`` (the op writes into an argument, whose
+        dtype decides). An op that only lacks kernels is left out.
+
+    Example:
+        >>> repair_kinds("tensorplay")["layer_norm"]
+        'promote first'
     """
-    return frozenset(op for op, repair in _repairs(framework).items() if repair == "promote first")
+    return MappingProxyType({row["op"]: row["repair"] for row in _repair_rows(framework) if row["repair"]})
+
+
+def promoted_first(framework: str = "torch") -> frozenset[str]:
+    """Name the ops of which a mixed call works, but wrongly or only until its backward pass, so that it is promoted first.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        Canonical op names; none for JAX.
+
+    Example:
+        >>> promoted_first() <= repairs()
+        True
+    """
+    return frozenset(op for op, kind in repair_kinds(framework).items() if kind == "promote first")
 
 
 @cache
-def _repairs(framework: str) -> Mapping[str, str]:
+def lacking(framework: str = "torch") -> Mapping[str, frozenset[str]]:
+    """Name the lower-precision dtypes for which an op has no kernel on the CPU, forward or backward.
+
+    Args:
+        framework: A name from `frameworks`.
+
+    Returns:
+        A read-only mapping from canonical op name to dtype names; an op that has kernels for both is left out, and so is
+        every op of JAX.
+
+    Example:
+        >>> sorted(lacking("torch")["aten::_linalg_solve_ex"])
+        ['bfloat16', 'float16']
+    """
+    return MappingProxyType(
+        {row["op"]: frozenset(row["lacks"].split()) for row in _repair_rows(framework) if row["lacks"]}
+    )
+
+
+@cache
+def _repair_rows(framework: str) -> tuple[dict[str, str], ...]:
     devices(framework)
-    if framework != "torch":
-        return MappingProxyType({})
-    return MappingProxyType({row["op"]: row["repair"] for row in read(framework, "repairs")})
+    # JAX traces a function before autocast changes it, so that no call can fail over the dtypes of a region.
+    return () if framework == "jax" else tuple(read(framework, "repairs"))

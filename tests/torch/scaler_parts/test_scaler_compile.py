@@ -7,7 +7,8 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -200,20 +201,42 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class CompiledRun(NamedTuple):
+    """What a training with compiled parts gave, and what the compiler counted."""
+
+    scales: list[float]
+    parameters: list[Tensor]
+    breaks: int
+    frames: int
+    calls_captured: int
+
+
+@cache
+def compiled_run(kind: type[torch.amp.GradScaler], optimizer: str, wrap: str) -> CompiledRun:
+    """Train with compiled parts, once for all tests that look at it."""
+    torch.compiler.reset()
+    counters.clear()
+    scales, parameters = train(
+        kind, OPTIMIZERS[optimizer], wrap=wrap, compiled=lambda function: torch.compile(function, backend="aot_eager")
+    )
+    counted = sum(counters["graph_break"].values()), counters["frames"]["total"], counters["stats"]["calls_captured"]
+    return CompiledRun(scales, parameters, *counted)
+
+
 @pytest.mark.parametrize("wrap", ["step", "unscale_", "everything", "optimizer.step", "a function that calls it"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_compiled_steps_train_as_eager_ones_of_pytorchs_scaler_do(optimizer, wrap):
-    make = OPTIMIZERS[optimizer]
-    expected = train(torch.amp.GradScaler, make, wrap="unscale_" if wrap == "unscale_" else None, compiled=eager)
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, backend="aot_eager")
-
-    scales, parameters = train(GradScaler, make, wrap=wrap, compiled=compiled)
-    assert scales == expected[0]
+    scales, parameters = train(
+        torch.amp.GradScaler,
+        OPTIMIZERS[optimizer],
+        wrap="unscale_" if wrap == "unscale_" else None,
+        compiled=eager,
+    )
+    found = compiled_run(GradScaler, optimizer, wrap)
+    assert found.scales == scales
     assert len(set(scales)) == 3
     # A compiled optimizer computes its corrections in float32 tensors, and not in Python's float64.
-    torch.testing.assert_close(parameters, expected[1], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found.parameters, parameters, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason=NO_COMPILER)
@@ -228,30 +251,16 @@ def test_steps_compiled_by_inductor_train_as_eager_ones_do():
 @pytest.mark.parametrize("wrap", ["step", "unscale_", "everything"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_more_graph_breaks_and_frames_than_under_pytorchs_scaler(optimizer, wrap):
-    facts = []
-    for kind in (torch.amp.GradScaler, GradScaler):
-        torch.compiler.reset()
-        counters.clear()
-        train(
-            kind, OPTIMIZERS[optimizer], wrap=wrap, compiled=lambda function: torch.compile(function, backend="eager")
-        )
-        facts.append((sum(counters["graph_break"].values()), counters["frames"]["total"]))
-    (their_breaks, their_frames), (our_breaks, our_frames) = facts
-    assert their_breaks > 0
-    assert our_breaks <= their_breaks
-    assert our_frames <= their_frames
+    theirs, ours = (compiled_run(kind, optimizer, wrap) for kind in (torch.amp.GradScaler, GradScaler))
+    assert theirs.breaks > 0
+    assert ours.breaks <= theirs.breaks
+    assert ours.frames <= theirs.frames
 
 
 def test_an_optimizers_arithmetic_is_compiled_where_it_is_under_pytorchs_scaler():
-    calls = []
-    for kind in (torch.amp.GradScaler, GradScaler):
-        torch.compiler.reset()
-        counters.clear()
-        compiled: Compiler = lambda function: torch.compile(function, backend="eager")  # noqa: E731
-        train(kind, OPTIMIZERS["AdamW foreach"], wrap="step", compiled=compiled)
-        calls.append(counters["stats"]["calls_captured"])
-    assert calls[0] > 10
-    assert calls[1] == calls[0]
+    theirs, ours = (compiled_run(kind, "AdamW foreach", "step") for kind in (torch.amp.GradScaler, GradScaler))
+    assert theirs.calls_captured > 10
+    assert ours.calls_captured == theirs.calls_captured
 
 
 def test_an_error_in_a_compiled_step_is_the_same_error():

@@ -1,0 +1,102 @@
+"""Sample calls: element by element, tensors joined and filled, pools, grids and padding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.tensorplay.op_samples import Call, call, integers, normal, positive, spread, unit
+
+__all__ = ["ELEMENTS"]
+
+X, Y, Q = normal(3, 4), positive(3, 4), unit(3, 4)
+IMAGE1, IMAGE2, IMAGE3 = spread(1, 2, 6), spread(1, 2, 6, 6), spread(1, 2, 4, 4, 4)
+GRID2, GRID3 = unit(1, 3, 3, 2), unit(1, 2, 2, 2, 3)
+ROWS = integers(0, 2)
+PLACES = integers([0, 2, 1, 0], [1, 0, 2, 2])
+MASK = np.asarray([[True, False, True, False]] * 3)
+
+ELEMENTS: list[Call] = [
+    call("_prelu_kernel", X, positive(1)),
+    call("acos", Q),
+    call("addcdiv", X, Q, Y),
+    call("addcmul", X, Q, Y),
+    call("arccos", Q),
+    call("arcsin", Q),
+    call("arctan2", X, Y),
+    call("asin", Q),
+    call("atan2", X, Y),
+    call("cat", [X, Y]),
+    call("concatenate", [X, Y]),
+    call("cosh", X),
+    call("cross", normal(3, 3), positive(3, 3), 1),
+    call("erfinv", Q),
+    call("exp", X),
+    call("expm1", X),
+    call("index_copy", X, 0, ROWS, positive(2, 4)),
+    call("index_put", X, [ROWS], positive(2, 4)),
+    call("index_add", X, 0, ROWS, positive(2, 4)),
+    call("lerp", X, Y, Q),
+    call("log", Y),
+    call("log10", Y),
+    call("log1p", Y),
+    call("log2", Y),
+    call("log_sigmoid", X),
+    call("masked_scatter", X, MASK, Y),
+    call("polar", Y, X),
+    call("pow", Y, Q),
+    call("prelu", X, positive(1)),
+    call("reciprocal", Y),
+    call("rsqrt", Y),
+    call("scatter", X, 0, PLACES, positive(2, 4)),
+    call("scatter_add", X, 0, PLACES, positive(2, 4)),
+    call("scatter_reduce", X, 0, PLACES, positive(2, 4), "sum"),
+    call("sinh", X),
+    call("special_erfinv", Q),
+    call("special_expm1", X),
+    call("special_log1p", Y),
+    call("special_log_softmax", X, 1),
+    call("special_logsumexp", X, [1]),
+    call("special_softmax", X, 1),
+    call("stack", [X, Y]),
+    call("tan", Q),
+    call("where", MASK, X, Y),
+    call("view_as_complex", normal(3, 2)),
+    call("adaptive_avg_pool2d", IMAGE2, [2, 2]),
+    call("adaptive_avg_pool3d", IMAGE3, [2, 2, 2]),
+    call("adaptive_max_pool2d", IMAGE2, [2, 2]),
+    call("adaptive_max_pool3d", IMAGE3, [2, 2, 2]),
+    call("avg_pool1d", IMAGE1, [2], [2], [0], False, True),
+    call("avg_pool2d", IMAGE2, [2, 2], [2, 2], [0, 0], False, True),
+    call("avg_pool3d", IMAGE3, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True),
+    call("max_pool1d", IMAGE1, [2], [2]),
+    call("max_pool2d", IMAGE2, [2, 2], [2, 2]),
+    call("max_pool2d_with_indices", IMAGE2, [2, 2], [2, 2]),
+    call("max_pool3d", IMAGE3, [2, 2, 2], [2, 2, 2]),
+    call("max_unpool2d", spread(1, 1, 2, 2), integers([[[0, 3], [8, 11]]]), [4, 4]),
+    call("max_unpool3d", spread(1, 1, 1, 2, 2), integers([[[[0, 3], [8, 11]]]]), [2, 4, 4], [2, 2, 2], [0, 0, 0]),
+    call("fractional_max_pool2d", IMAGE2, [2, 2], [3, 3], unit(1, 2, 2)),
+    call("fractional_max_pool3d", IMAGE3, [2, 2, 2], [2, 2, 2], unit(1, 2, 3)),
+    call("grid_sampler", IMAGE2, GRID2, 0, 0, False),
+    call("grid_sampler_2d", IMAGE2, GRID2, 0, 0, False),
+    call("grid_sampler_3d", IMAGE3, GRID3, 0, 0, False),
+    call("reflection_pad1d", IMAGE1, [1, 1]),
+    call("reflection_pad2d", IMAGE2, [1, 1, 1, 1]),
+    call("reflection_pad_nd", IMAGE2, [1, 1, 1, 1]),
+    call("replication_pad1d", IMAGE1, [1, 1]),
+    call("replication_pad2d", IMAGE2, [1, 1, 1, 1]),
+    call("replication_pad3d", IMAGE3, [1, 1, 1, 1, 1, 1]),
+    call("replication_pad_nd", IMAGE2, [1, 1, 1, 1]),
+    call("upsample_bicubic2d", IMAGE2, [8, 8], False, None, None),
+    call("upsample_bilinear2d", IMAGE2, [8, 8], False, None, None),
+    call("upsample_linear1d", IMAGE1, [8], False, None),
+    call("upsample_nearest1d", IMAGE1, [12], None),
+    call("upsample_nearest2d", IMAGE2, [12, 12], None, None),
+    call("upsample_nearest3d", IMAGE3, [8, 8, 8], None, None, None),
+    call("upsample_trilinear3d", IMAGE3, [8, 8, 8], False, None, None, None),
+    call("_upsample_bicubic2d_aa", IMAGE2, [4, 4], False, None, None),
+    call("_upsample_bilinear2d_aa", IMAGE2, [4, 4], False, None, None),
+    call("_upsample_nearest_exact1d", IMAGE1, [12], None),
+    call("_upsample_nearest_exact2d", IMAGE2, [12, 12], None, None),
+    call("_upsample_nearest_exact3d", IMAGE3, [8, 8, 8], None, None, None),
+    call("fake_quantize_per_tensor_affine", X, 0.125, 0, -8, 7),
+]

@@ -1,0 +1,111 @@
+"""Sample calls: ops that no table lists but whose tensors' dtypes matter to them, and ops that write into a tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.tensorplay.op_samples import Call, call, integers, matrix, normal, positive, spread, symmetric, unit
+
+__all__ = ["MIXING"]
+
+X, Y, Q, B = normal(3, 4), positive(3, 4), unit(3, 4), normal(4, 5)
+ROWS, PLACES = integers(0, 2), integers([0, 2, 1, 0], [1, 0, 2, 2])
+MASK = np.asarray([[True, False, True, False]] * 3)
+IMAGE1, IMAGE2, IMAGE3 = spread(1, 2, 6), spread(1, 2, 6, 6), spread(1, 2, 4, 4, 4)
+CLASSES, CHANNELS = integers(0, 2, 1), normal(2, 4, 3)
+FACTORS = np.asarray(np.linalg.cholesky(symmetric(3).astype(np.float64)), dtype=np.float32)
+PIVOTS = np.asarray([1, 2, 3], dtype=np.int32)
+HEADS = normal(1, 2, 3, 4)
+
+MIXING: list[Call] = [
+    call("_cdist_forward", X, normal(5, 4), 2.0, None),
+    call("_euclidean_dist", X, normal(5, 4)),
+    call("_foreach_add", [X, Y], [Y, X]),
+    call("_foreach_addcmul", [X], [Y], [Q]),
+    call("_foreach_lerp", [X], [Y], [Q]),
+    call("_foreach_mm", [X], [B]),
+    call("_foreach_mul", [X, Y], [Y, X]),
+    call("_scaled_dot_product_attention_math", HEADS, HEADS, normal(1, 2, 3, 4)),
+    call("_scaled_dot_product_flash_attention_for_cpu", HEADS, HEADS, normal(1, 2, 3, 4)),
+    call("_safe_softmax", X, 1),
+    call("_weight_norm", X, positive(3, 1), 0),
+    call("adaptive_avg_pool1d", IMAGE1, [2]),
+    call("adaptive_max_pool1d", IMAGE1, [2]),
+    call("adaptive_max_pool2d_with_indices", IMAGE2, [2, 2]),
+    call("add_relu", X, Y),
+    call("addbmm_", normal(3, 5), normal(2, 3, 4), normal(2, 4, 5)),
+    call("addmm_", normal(3, 5), X, B),
+    call("addmv_", normal(3), X, normal(4)),
+    call("addr_", X, normal(3), normal(4)),
+    call("addcmul_", X, Q, Y),
+    call("addcdiv_", X, Q, Y),
+    call("allclose", X, Y),
+    call("baddbmm_", normal(2, 3, 5), normal(2, 3, 4), normal(2, 4, 5)),
+    call("block_diag", [X, Y]),
+    call("cartesian_prod", [normal(3), positive(4)]),
+    call("clip", X, -Y, Y),
+    call("col2im", normal(1, 8, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2]),
+    call("complex", X, Y),
+    call("concat", [X, Y]),
+    call("conv2d_relu", IMAGE2, normal(3, 2, 3, 3), normal(3)),
+    call("copy_", X, Y),
+    call("det", matrix(3, 3)),
+    call("fused_mul_add", X, Y, Q),
+    call("fused_swiglu", X, Y),
+    call("gammainc", Y, Q),
+    call("histogram", X, 4),
+    call("hypot", X, Y),
+    call("im2col", IMAGE2, [2, 2], [1, 1], [0, 0], [2, 2]),
+    call("index_add_", X, 0, ROWS, positive(2, 4)),
+    call("index_copy_", X, 0, ROWS, positive(2, 4)),
+    call("index_put_", X, [ROWS], positive(2, 4)),
+    call("index_reduce", X, 0, ROWS, positive(2, 4), "amax"),
+    call("index_reduce_", X, 0, ROWS, positive(2, 4), "amax"),
+    call("isclose", X, Y),
+    call("kron", X, Y),
+    call("ldexp", X, Y),
+    call("lerp_", X, Y, Q),
+    call("linalg_cross", normal(3, 3), positive(3, 3)),
+    call("linalg_diagonal", X),
+    call("linalg_ldl_factor", symmetric(3)),
+    call("linalg_ldl_factor_ex", symmetric(3)),
+    call("linalg_ldl_solve", FACTORS, PIVOTS, normal(3, 2)),
+    call("linalg_lu", matrix(3, 3)),
+    call("linalg_lu_factor", matrix(3, 3)),
+    call("linalg_lu_factor_ex", matrix(3, 3)),
+    call("linalg_lu_solve", matrix(3, 3), PIVOTS, normal(3, 2)),
+    call("linalg_matrix_exp", matrix(3, 3)),
+    call("linalg_norm", X),
+    call("linalg_polar", matrix(3, 3)),
+    call("linalg_solve_ex", matrix(3, 3), normal(3, 2)),
+    call("linalg_solve_triangular", FACTORS.T.copy(), normal(3, 2), upper=True),
+    call("linalg_vdot", normal(4), positive(4)),
+    call("logdet", symmetric(3)),
+    call("masked_scatter_", X, MASK, Y),
+    call("max_pool1d_with_indices", IMAGE1, [2], [2]),
+    call("max_pool3d_with_indices", IMAGE3, [2, 2, 2], [2, 2, 2]),
+    call("nanmedian", spread(3, 4)),
+    call("median", spread(3, 4)),
+    call("native_batch_norm", CHANNELS, positive(4), normal(4), None, None, True, 0.1, 1e-5),
+    call("native_group_norm", CHANNELS, positive(4), normal(4), 2, 4, 3, 2, 1e-5),
+    call("nll_loss_forward", X, CLASSES, None, 1, -100),
+    call("nll_loss_nd", X, CLASSES),
+    call("nextafter", X, Y),
+    call("nextafter_", X, Y),
+    call("norm_except_dim", X),
+    call("put", X, integers(0, 5), positive(2)),
+    call("put_", X, integers(0, 5), positive(2)),
+    call("reflection_pad3d", IMAGE3, [1, 1, 1, 1, 1, 1]),
+    call("rotary_embedding", HEADS, normal(3, 2), positive(3, 2)),
+    call("scatter_", X, 0, PLACES, positive(2, 4)),
+    call("scatter_add_", X, 0, PLACES, positive(2, 4)),
+    call("scatter_reduce_", X, 0, PLACES, positive(2, 4), "sum"),
+    call("searchsorted", spread(6)[np.argsort(spread(6))], X),
+    call("silu_and_mul", X),
+    call("silu_mul", X, Y),
+    call("slogdet", matrix(3, 3)),
+    call("slow_conv3d", IMAGE3, normal(3, 2, 3, 3, 3), [3, 3, 3], normal(3)),
+    call("slow_conv_transpose2d", IMAGE2, normal(2, 3, 3, 3), [3, 3], normal(3)),
+    call("thnn_conv2d", IMAGE2, normal(3, 2, 3, 3), [3, 3], normal(3)),
+    call("xlogy", X, Y),
+]

@@ -1,0 +1,137 @@
+"""Every row of the table of repairs: what TensorPlay cannot do, or does wrongly, is right inside a region."""
+
+from __future__ import annotations
+
+import csv
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import tensorplay
+
+import mezzo.tensorplay as mt
+from mezzo import tables
+from mezzo.policy import Policy
+from tests.tensorplay.op_calls import CALLS, float_tensors, function_of, make
+from tests.tensorplay.op_runs import HALVES, ROUNDING, distance, dtype_names, lacks, tensor_count
+
+F32 = tensorplay.float32
+NOTHING_LISTED = Policy("nothing listed", framework="tensorplay")
+"""A policy without a rule, so that every op is reached by the dtypes that come, and is repaired."""
+
+REPAIRS = {
+    row["op"]: row["repair"]
+    for row in csv.DictReader((files("mezzo.tables") / "tensorplay" / "repairs.csv").read_text().splitlines())
+}
+"""Op to its repair, as the file has it."""
+
+WRITES = sorted(op for op, repair in REPAIRS.items() if repair == "destination")
+MIXED = sorted(op for op, repair in REPAIRS.items() if repair.startswith("promote") and op not in WRITES)
+LACKING = sorted(op for op in tables.lacking("tensorplay") if not op.endswith("_"))
+NO_SAMPLE = {
+    "histogramdd": "takes a tuple of integers alone",
+    "normal": "draws numbers",
+    **dict.fromkeys(
+        ("isfinite", "isinf", "nan_to_num"), "wrong where numbers are not finite: a test of their own below"
+    ),
+}
+"""Rows without a sample call, and why."""
+
+RANDOM_OR_ROUGH = {
+    "linalg_eig": "vectors of any length and sign",
+    "linalg_eigh": "signs are free",
+    "linalg_qr": "the lower triangle of its second result is not filled, in this release",
+    "_ctc_loss": "its second result has places that are not filled",
+}
+"""Ops whose numbers are not compared, and why."""
+
+NARROW = {
+    "_native_multi_head_attention": "the region's",
+    "batch_norm": "that of the input",
+    "native_batch_norm": "that of the input; float32 statistics",
+    "rotary_embedding": "that of the input",
+    "scatter": "that of what is scattered into",
+}
+"""Ops that work natively on some mixes, with a result of another dtype than the widest."""
+
+
+def attempt(op: str, dtypes: list[Any], half: Any, *, grad: bool = False) -> tuple[list[Any], list[Any]]:
+    """Make a call in a region where no op is listed."""
+    args, kwargs, leaves = make(CALLS[op], dtypes, grad=grad)
+    with mt.autocast("cpu", dtype=half, policy=NOTHING_LISTED):
+        return float_tensors(function_of(op)(*args, **kwargs)), leaves
+
+
+def wide(op: str, dtype: Any = F32) -> list[Any]:
+    """Make the call in one wide dtype, outside any region."""
+    args, kwargs, _ = make(CALLS[op], [dtype])
+    return float_tensors(function_of(op)(*args, **kwargs))
+
+
+def assert_close(op: str, found: list[Any], wanted: list[Any], half: Any) -> None:
+    """Compare numbers; the samples are exact in bfloat16, or are rounded by its half at most."""
+    assert len(found) == len(wanted)
+    for mine, right in zip(found, wanted, strict=True):
+        if op not in RANDOM_OR_ROUGH:
+            # 16 roundings of the inputs: amplified by the condition of what is solved or inverted.
+            assert distance(mine, right) <= 16 * ROUNDING[str(half).split(".")[-1]]
+
+
+def test_there_is_a_sample_call_for_each_row() -> None:
+    assert {*REPAIRS} - {*CALLS} == {*NO_SAMPLE}
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("op", [op for op in MIXED if op not in NO_SAMPLE and tensor_count(op) > 1])
+def test_a_mixed_call_gives_the_numbers_of_a_float32_call(op: str, half: Any) -> None:
+    right = wide(op)
+    for dtypes in ([half, F32], [F32, half]):
+        found, _ = attempt(op, dtypes, half)
+        if op not in NARROW:
+            assert set(dtype_names(found)) <= {"float32"}, dtypes
+        assert_close(op, found, right, half)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("op", [op for op in LACKING if op not in NO_SAMPLE])
+def test_a_low_call_without_a_kernel_runs_in_float32(op: str, half: Any) -> None:
+    assert lacks(op, str(half).split(".")[-1])
+    found, _ = attempt(op, [half], half)
+    assert set(dtype_names(found)) <= {"float32"}
+    assert_close(op, found, wide(op), half)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("op", WRITES)
+def test_a_mixed_call_that_writes_keeps_the_dtype_of_what_it_writes_to(op: str, half: Any) -> None:
+    right = wide(op)
+    for dtypes, kept in (([half, F32], half), ([F32, half], F32)):
+        found, leaves = attempt(op, dtypes, half)
+        assert dtype_names(found) == dtype_names([leaves[0]]) == [str(kept).split(".")[-1]]
+        assert distance(leaves[0], found[0]) == 0
+        assert_close(op, found, right, half)
+
+
+@pytest.mark.parametrize("op", ["addmm", "conv2d", "layer_norm", "index_add", "prelu", "rms_norm", "linear", "lstm"])
+def test_float64_among_the_inputs_makes_the_call_one_of_float64(op: str) -> None:
+    found, _ = attempt(op, [F32, tensorplay.float64], tensorplay.bfloat16)
+    assert set(dtype_names(found)) == {"float64"}
+    for mine, right in zip(found, wide(op, tensorplay.float64), strict=True):
+        assert distance(mine, right) < 1e-12
+
+
+def test_the_table_holds_what_kills_the_interpreter() -> None:
+    deadly = "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d grid_sampler_2d".split()
+    assert {op: REPAIRS[op] for op in deadly} == dict.fromkeys(deadly, "promote first")
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("op", ["isfinite", "isinf", "nan_to_num"])
+def test_what_looks_for_numbers_that_are_not_finite_finds_them_in_low_inputs(op: str, half: Any) -> None:
+    numbers = tensorplay.tensor([1.0, float("inf"), float("-inf"), float("nan")])
+    right = getattr(tensorplay, op)(numbers).tolist()
+    assert getattr(tensorplay, op)(numbers.to(half)).tolist() != right, (
+        "outside of regions: TensorPlay 1.0.0's own fault"
+    )
+    with mt.autocast("cpu", dtype=half):
+        assert getattr(tensorplay, op)(numbers.to(half)).tolist() == right
