@@ -135,3 +135,42 @@ def test_what_looks_for_numbers_that_are_not_finite_finds_them_in_low_inputs(op:
     )
     with mt.autocast("cpu", dtype=half):
         assert getattr(tensorplay, op)(numbers.to(half)).tolist() == right
+
+
+# What a call writes into
+
+STATISTICS = {
+    "batch_norm": lambda *args: tensorplay.nn.functional.batch_norm(*args, training=True),
+    "instance_norm": lambda *args: tensorplay.nn.functional.instance_norm(*args, use_input_stats=True),
+}
+
+
+@pytest.mark.parametrize("rule", ["fp32", "lower_precision_fp", "promote", None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", STATISTICS)
+def test_running_statistics_are_updated_where_the_caller_has_them(op: str, dtype: str, rule: str | None) -> None:
+    rules = {} if rule is None else {op: rule}
+    x = tensorplay.arange(24).to(F32).reshape(2, 3, 4)
+
+    def statistics(kind: Any) -> tuple[Any, Any]:
+        return tensorplay.zeros(3, dtype=kind), tensorplay.ones(3, dtype=kind)
+
+    right, found = statistics(F32), statistics(getattr(tensorplay, dtype))
+    STATISTICS[op](x, *right)
+    with mt.autocast("cpu", policy=Policy("mine", rules, framework="tensorplay")):
+        STATISTICS[op](x.to(tensorplay.bfloat16) if rule is None else x, *found)
+    for mine, theirs in zip(found, right, strict=True):
+        assert str(mine.dtype) == f"tensorplay.{dtype}"
+        assert float(theirs.abs().max()) > 1.0
+        # The input is exact in bfloat16; its moments, and the update, are rounded a few times.
+        assert float((mine.to(F32) - theirs).abs().max() / theirs.abs().max()) < 2**-6
+
+
+def test_a_call_with_out_writes_there_or_raises_as_outside() -> None:
+    x = tensorplay.ones(1, 1, 4, 4, dtype=tensorplay.bfloat16)
+    out = tensorplay.zeros(1, 1, 2, 2)
+    with mt.autocast("cpu"), pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        tensorplay._C.avg_pool2d(x, [2, 2], out=out)
+    with mt.autocast("cpu"):
+        tensorplay._C.avg_pool2d(x.to(F32), [2, 2], out=out)
+    assert out.tolist() == [[[[1.0, 1.0], [1.0, 1.0]]]]

@@ -14,22 +14,21 @@ from tensorplay import Tensor
 
 from mezzo.decision import CastPolicy, widest
 from mezzo.errors import BannedOpError
-from mezzo.tensorplay.casting import (
+from mezzo.tensorplay.casting import cast, hook_for
+from mezzo.tensorplay.current import CURRENT, Action
+from mezzo.tensorplay.dtypes import (
     DTYPE_SETS,
     FLOAT32,
     KIND,
     LOW,
     SEQUENCE,
     TENSOR,
-    cast,
     dtype_name,
     eligible_dtypes,
     float_bits,
-    hook_for,
     named_dtype,
     widest_name,
 )
-from mezzo.tensorplay.current import CURRENT, Action
 from mezzo.tensorplay.weight_casts import is_weight
 
 __all__ = ["action_for", "caster", "each", "rebuilt"]

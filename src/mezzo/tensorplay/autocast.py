@@ -17,9 +17,9 @@ from tensorplay.amp import autocast_mode
 from mezzo.builtin import PolicyLike
 from mezzo.errors import DeviceError, DtypeError, RegionError
 from mezzo.policy import Policy
-from mezzo.tensorplay.casting import LOW
 from mezzo.tensorplay.choke_points import acquire, release
 from mezzo.tensorplay.decorating import decorate
+from mezzo.tensorplay.dtypes import LOW
 from mezzo.tensorplay.kernels import wrap
 from mezzo.tensorplay.plans import DEVICES, devices_here, ops_of
 from mezzo.tensorplay.policies import get_default_policy, resolved

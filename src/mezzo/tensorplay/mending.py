@@ -14,21 +14,20 @@ from typing import Any
 
 from mezzo.decision import CastPolicy, input_dtypes
 from mezzo.tensorplay.actions import Cast, each, rebuilt
-from mezzo.tensorplay.casting import (
+from mezzo.tensorplay.casting import cast, hook_for
+from mezzo.tensorplay.current import Action
+from mezzo.tensorplay.dtypes import (
     DTYPE_SETS,
     FLOAT32,
     KIND,
     LOW,
     SEQUENCE,
     TENSOR,
-    cast,
     dtypes_in,
     float_bits,
     floats,
-    hook_for,
     named_dtype,
 )
-from mezzo.tensorplay.current import Action
 
 __all__ = ["as_called", "into_destination", "made_again", "widened_first"]
 
@@ -69,6 +68,8 @@ def widened_first(action: Action, rule: CastPolicy, low: str, lacks: frozenset[s
     as_it_comes = rule is CastPolicy.FALLTHROUGH and mixed
 
     def act(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return action(function, args, kwargs)
         if as_it_comes and not kwargs and (narrow := _beside_float32(args)):
             wide = list(args)
             for index in narrow:

@@ -16,6 +16,7 @@ from mezzo.tensorplay.current import Action, Plan
 from mezzo.tensorplay.mending import as_called, into_destination, made_again, widened_first
 from mezzo.tensorplay.ops import FRAMEWORK
 from mezzo.tensorplay.places import places
+from mezzo.tensorplay.running_statistics import UPDATING, keeping_statistics
 from mezzo.vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ def plan_for(policy: Policy, device: str, low: str) -> Plan:
     """
     here = policy.on(device)
     found = {op: _action(here, op, device, low) for op in _candidates(here)}
-    return {op: action for op, action in found.items() if action is not None}
+    return {
+        op: keeping_statistics(action) if op in UPDATING else action
+        for op, action in found.items()
+        if action is not None
+    }
 
 
 def _candidates(policy: Policy) -> Iterable[str]:

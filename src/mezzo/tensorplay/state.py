@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import tensorplay
 
 from mezzo.policy import Policy
-from mezzo.tensorplay.casting import LOW, dtype_name
 from mezzo.tensorplay.current import CURRENT, Plan
+from mezzo.tensorplay.dtypes import LOW, dtype_name
 from mezzo.tensorplay.plans import DEVICES, plan_for, plan_on_devices
 from mezzo.tensorplay.weight_casts import WeightCasts
 
