@@ -107,6 +107,26 @@ def test_every_way_to_call_an_op_comes_by_the_wrapper() -> None:
     assert found == dict.fromkeys(calls, "bfloat16")
 
 
+def test_a_function_that_tensorplay_composes_in_python_takes_the_rule_of_the_op_of_its_name() -> None:
+    low, weight = tp.ones(2, 2, dtype=tp.bfloat16), tp.ones(3, 2, 2)
+    policy = Policy("mine", {"bilinear": "fp32"}, framework="tensorplay")
+    with mt.autocast("cpu", policy=policy):
+        assert name(tp.nn.functional.bilinear(low, low, weight)) == "float32"
+    with mt.autocast("cpu"):
+        assert name(tp.nn.functional.bilinear(low, low, weight)) == "bfloat16"
+        assert name(tp.nn.functional.binary_cross_entropy_with_logits(low, low)) == "float32"
+
+
+@pytest.mark.parametrize("function", ["matrix_norm", "pinv", "cond"])
+def test_linear_algebra_that_looks_at_dtypes_in_python_takes_low_inputs(function: str) -> None:
+    low = tp.eye(2, dtype=tp.float32).bfloat16()
+    with pytest.raises(NotImplementedError, match="only float32/float64|unsupported dtype"):
+        getattr(tp.linalg, function)(low)
+    with mt.autocast("cpu"):
+        found = getattr(tp.linalg, function)(low)
+        assert name(found[0] if isinstance(found, tuple) else found) == "float32"
+
+
 def test_operators_that_a_policy_lists_are_cast() -> None:
     policy = Policy("mine", {"add": "fp32", "pow": "fp32", "mul": "lower_precision_fp"}, framework="tensorplay")
     x = tp.ones(2, dtype=tp.bfloat16)
