@@ -63,8 +63,6 @@ UNIFIED = {
     **dict.fromkeys(("tp_poisson_nll_loss", "tp_soft_margin_loss", "tp_cosine_embedding_loss"), FP32),
     **dict.fromkeys(("_ctc_loss", "nll_loss_nd", "multilabel_soft_margin_loss"), FP32),
     **dict.fromkeys(("reflection_pad_nd", "replication_pad_nd"), FP32),
-    # The loss on logits is written in Python here, around this op; PyTorch computes that loss in float32.
-    "log_sigmoid": FP32,
 }
 
 

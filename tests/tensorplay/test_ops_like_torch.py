@@ -27,7 +27,6 @@ OTHER_DTYPE = {
     "grid_sampler_3d": "as `grid_sampler_2d`",
     "gru": "the sum with the float32 state makes PyTorch's result float32; here the whole layer runs low",
     "linalg_pinv": "PyTorch's last product is low; a factor has no low kernel here, so all of it is float32",
-    "log_sigmoid": "the loss on logits is written in Python around it here; PyTorch runs that loss in float32",
     "lstm": "with float16, PyTorch's sums with the float32 state give float32, as in `gru`",
     "matrix_exp": "there is no low kernel here, so it runs in float32",
     "vdot": "the kernel for low inputs gives float32",

@@ -88,11 +88,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
 }
 
 EXCEPTIONS = {
-    "bilinear": "written in Python here around `matmul`, which runs low; PyTorch's one op promotes",
-    "linalg.vecdot": "written in Python here as a product and a sum, which is float32; PyTorch's one op runs low",
-    "logsigmoid": "the loss on logits is written in Python around its op, and must be float32",
     "max_pool2d": "there is no low kernel here, so it runs in float32",
-    "tensordot": "written in Python here around `mm`, which runs low; PyTorch's one op promotes",
 }
 """Functions of which some call has another dtype, and why."""
 
