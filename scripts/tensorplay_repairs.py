@@ -67,7 +67,8 @@ UNFIT = frozenset(
 # Not all of their second result is filled, so its numbers are not looked at.
 PARTLY_FILLED = frozenset(("_ctc_loss", "linalg_qr"))
 # In low dtypes the results of the two attentions have no gradient, where those in float32 have; nextafter, which looks at
-# the bits of its inputs, ends the interpreter now and then; the last three find neither Inf nor NaN, and no sample has one.
+# the bits of its inputs, ends the interpreter now and then; the next three find neither Inf nor NaN, and no sample has one;
+# and the last three overflow inside, for tensors whose count or sum of squares float16 does not hold.
 BY_HAND = {
     "nextafter": LOW,
     "_native_multi_head_attention": LOW,
@@ -75,6 +76,9 @@ BY_HAND = {
     "isfinite": LOW,
     "isinf": LOW,
     "nan_to_num": LOW,
+    "mean": ("float16",),
+    "linalg_norm": ("float16",),
+    "linalg_vector_norm": ("float16",),
 }
 
 

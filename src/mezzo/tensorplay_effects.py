@@ -30,5 +30,5 @@ def tensorplay_repair(op: str) -> str:
     """
     said = [_REPAIRS[kind]] if (kind := tables.repair_kinds("tensorplay").get(op)) else []
     if lacks := [low for low in LOW_DTYPES if low in tables.lacking("tensorplay").get(op, ())]:
-        said.append(f"it has no kernel for {' and '.join(lacks)}, and runs in float32 instead")
+        said.append(f"it has no right kernel for {' and '.join(lacks)}, and runs in float32 instead")
     return "; ".join(said)

@@ -60,8 +60,9 @@ def test_a_policy_file_for_jax(tmp_path: Path) -> None:
     path.write_text('framework = "jax"\nbase = "default"\n[ops]\ntanh = "fp32"\n', encoding="utf-8")
     assert "tanh: fp32\n  from the policy 'mine'" in printed("ops", "tanh", "-f", "jax", "-p", str(path))
     assert rows(printed("ops", "-f", "jax", "-p", str(path)))["tanh"] == ["fp32"]
+    assert printed("ops", "tanh", "-p", str(path)) == printed("ops", "tanh", "-f", "jax", "-p", str(path))
     text = "mezzo: policy 'mine' is for 'jax', and this is the adapter for 'torch'. One is made with framework='torch'"
-    assert complaint("ops", "tanh", "-p", str(path)).startswith(text)
+    assert complaint("ops", "tanh", "-f", "torch", "-p", str(path)).startswith(text)
 
 
 @pytest.mark.parametrize(

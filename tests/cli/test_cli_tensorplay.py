@@ -80,8 +80,11 @@ def test_devices_that_agree_share_one_block() -> None:
 
 
 def test_a_composition_is_shown_by_its_parts() -> None:
+    text = printed("ops", "nn.LSTMCell", "-f", "tensorplay", "-d", "cuda")
+    assert "\non cuda\nno op of its own; it is composed of\nlinear: lower_precision_fp\n" in text
     text = printed("ops", "F.cross_entropy", "-f", "tensorplay", "-d", "cuda")
-    assert "\non cuda\nno op of its own; it is composed of\nlog_softmax: fp32\n" in text
+    assert "\non cuda\ncross_entropy_loss: fp32\n" in text
+    assert "\nthe function of this name is composed of\nlog_softmax: fp32\n" in text
 
 
 def test_a_policy_file_for_tensorplay(tmp_path: Path) -> None:
@@ -90,7 +93,8 @@ def test_a_policy_file_for_tensorplay(tmp_path: Path) -> None:
     assert "tanh: fp32\n  from the policy 'mine'" in printed("ops", "tanh", "-f", "tensorplay", "-p", str(path))
     assert rows(printed("ops", "-f", "tensorplay", "-p", str(path)))["tanh"] == ["fp32", "fp32"]
     text = "mezzo: policy 'mine' is for 'tensorplay', and this is the adapter for 'torch'"
-    assert complaint("ops", "tanh", "-p", str(path)).startswith(text)
+    assert complaint("ops", "tanh", "-f", "torch", "-p", str(path)).startswith(text)
+    assert printed("ops", "tanh", "-p", str(path)) == printed("ops", "tanh", "-f", "tensorplay", "-p", str(path))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_the_op_reference_has_every_op_alias_and_repair() -> None:
     cells = {row[0].strip("`"): row[1:] for row in (line.strip("| ").split(" | ") for line in ops.splitlines())}
     for device, place in (("cpu", 0), ("cuda", 1)):
         for row in read("tensorplay", device):
-            assert cells[row["op"]][place].endswith("`*`") == (row["origin"] == "inside")
+            assert cells[row["op"]][place].endswith("`*`") == (row["origin"] != "native")
     assert {op for op in unified("tensorplay") if cells[op][2] == "-"} == set()
     for row in read("tensorplay", "repairs"):
         assert cells[row["op"]][3].startswith(row["repair"])

@@ -68,7 +68,7 @@ def test_without_a_device_the_rule_is_left_to_it() -> None:
             "inputs of several float dtypes are cast to the widest, or the result or gradient would be wrong",
         ),
         ("index_put_", "what is written into a tensor is cast to its dtype"),
-        ("max_pool2d", "it has no kernel for bfloat16 and float16, and runs in float32 instead"),
+        ("max_pool2d", "it has no right kernel for bfloat16 and float16, and runs in float32 instead"),
     ],
 )
 def test_repairs_are_said_where_they_are_on(op: str, text: str) -> None:
@@ -82,12 +82,18 @@ def test_repairs_are_said_where_they_are_on(op: str, text: str) -> None:
 
 
 def test_a_composition_is_shown_by_its_parts() -> None:
-    explanation = default().explain("nn.CrossEntropyLoss", device="cpu")
+    explanation = default().explain("nn.LSTMCell", device="cpu")
     assert explanation.ops == ()
-    assert [entry.op for entry in explanation.inside] == ["log_softmax", "nll_loss", "nll_loss2d"]
+    assert [entry.op for entry in explanation.inside] == ["linear", "add", "sigmoid", "tanh", "mul"]
     text = str(explanation)
-    assert "\nno op of its own; it is composed of\nlog_softmax: not listed\n" in text
-    assert "\nnll_loss: fp32\n" in text
+    assert "\nno op of its own; it is composed of\nlinear: lower_precision_fp\n" in text
+    assert "\nsigmoid: not listed\n" in text
+
+
+def test_a_loss_that_is_composed_has_the_rule_of_its_op() -> None:
+    explanation = default().explain("nn.CrossEntropyLoss", device="cpu")
+    assert [(entry.op, entry.rule) for entry in explanation.ops] == [("cross_entropy_loss", "fp32")]
+    assert [entry.op for entry in explanation.inside] == ["log_softmax", "nll_loss", "nll_loss2d"]
 
 
 def test_an_op_whose_function_enters_another_is_shown_with_it() -> None:

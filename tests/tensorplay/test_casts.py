@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import tensorplay as tp
@@ -116,6 +117,26 @@ def test_a_function_that_tensorplay_composes_in_python_takes_the_rule_of_the_op_
     with mt.autocast("cpu"):
         assert name(tp.nn.functional.bilinear(low, low, weight)) == "bfloat16"
         assert name(tp.nn.functional.binary_cross_entropy_with_logits(low, low)) == "float32"
+        assert name(tp.linalg.matrix_power(low.float(), 2)) == "bfloat16"
+
+
+def test_the_gradient_of_a_cross_entropy_of_low_logits_is_that_of_float32_ones() -> None:
+    """Under TensorPlay's own autocast the softmax inside is low, and the gradient of a sure prediction lost."""
+    low = (tp.eye(4) * 9).bfloat16()
+    classes = tp.arange(4)
+
+    def gradient(logits: Any) -> Any:
+        leaf = logits.detach().requires_grad_()
+        with mt.autocast("cpu"):
+            tp.nn.functional.cross_entropy(leaf, classes).backward()
+        return leaf.grad.float()
+
+    wide = gradient(low.float())
+    assert float((gradient(low) - wide).abs().max()) <= 2**-8 * float(wide.abs().max())  # one rounding to bfloat16
+    with tp.autocast("cpu"):
+        native = low.detach().requires_grad_()
+        tp.nn.functional.cross_entropy(native, classes).backward()
+    assert float((native.grad.float() - wide).abs().max()) > 0.1 * float(wide.abs().max())
 
 
 @pytest.mark.parametrize("function", ["matrix_norm", "pinv", "cond"])

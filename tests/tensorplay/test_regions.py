@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import tensorplay as tp
+from tensorplay.utils.checkpoint import checkpoint
 
 import mezzo.tensorplay as mt
 from mezzo import Policy
@@ -325,3 +326,16 @@ def test_what_is_bound_in_a_native_region_runs_in_its_dtype() -> None:
     with tp.autocast("cpu", dtype=tp.float16):
         bound = mt.bind(dtype)
     assert [bound(), dtype()] == ["float16", "float32"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_reentrant_checkpoint_in_a_region_gives_its_module_gradients(enabled: bool, decorated: bool) -> None:
+    """TensorPlay gives them to the parameters that it finds on what it is given, and to no other weights."""
+    layer, x = tp.nn.Linear(3, 3), tp.ones(2, 3, requires_grad=True)
+    region = mt.autocast("cpu", enabled=enabled)
+    with region:
+        loss = checkpoint(region(layer) if decorated else layer, x, use_reentrant=True).float().sum()
+    loss.backward()
+    assert bool((layer.weight.grad == 2.0).all())
+    assert bool((layer.bias.grad == 2.0).all())

@@ -84,11 +84,18 @@ def ops(
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A built-in policy, or the path of a .toml file.")
     ] = "default",
-    framework: Annotated[str, typer.Option("--framework", "-f", help="Whose ops: torch, jax or tensorplay.")] = "torch",
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--framework", "-f", help="Whose ops: torch, jax or tensorplay; by default a policy file's, else torch."
+        ),
+    ] = None,
 ) -> None:
     """Print which op runs in which dtype, or explain one op."""
     console = Console()
     try:
+        if framework is None:
+            framework = mezzo.Policy.load(policy).framework if policy.endswith(".toml") else "torch"
         chosen = resolve_policy(policy, framework=framework)
         shown = (device,) if device else tables.devices(framework)
         if op is None:

@@ -73,20 +73,20 @@ names in TensorPlay's dispatcher, without overloads, and a call is cast where it
 
 * `lower`, `fp32`, `promote` and `banned` are as above; `-`: not listed, the op runs in the dtypes that come in.
 * `*`: TensorPlay has no autocast kernel for the op, which is composed in C++ of ops that it would cast. mezzo casts nothing
-  inside an op of C++, so the composition has the rule.
+  inside an op of C++, so the composition has the rule. Or the op is what the public function of a listed name enters.
 * *repair* is what a policy with repairs does. `promote`: a call that fails over dtypes is made again with its inputs in the
   widest of their dtypes, else in float32. `promote first`: inputs of several float dtypes are cast to the widest of them
   beforehand, since its result or gradient would be wrong. `destination`: in place, the other inputs are cast to the
-  dtype of what is written to. `no bfloat16`, `no float16`: there is no kernel for it, so the op runs in float32.
+  dtype of what is written to. `no bfloat16`, `no float16`: there is no right kernel for it, so the op runs in float32.
 
 """
 
 _TENSORPLAY_NAMES = """## Names of TensorPlay's functions
 
 These names, in policies, TOML files and `mezzo ops --framework tensorplay`, stand for ops that are called otherwise. A
-function that is composed in Python of several ops has none of its own: a rule for it is an error, and the rules of the ops
-in the last column decide. A name with a module in front is that function, where an op of the name alone is another one:
-`kl_div` is an op, and `tensorplay.nn.functional.kl_div` enters `tp_kl_div`. `tensorplay.nn.functional.` is written `F.`.
+function may be composed in Python of several ops. If there is an op of its name, the rule of that casts what the function
+is given; else a rule for it is an error, and the rules of the ops in the last column decide. `kl_div` alone covers the op of
+that name and what `tensorplay.nn.functional.kl_div` enters, `tp_kl_div`. `tensorplay.nn.functional.` is written `F.`.
 
 | name | ops | composed of |
 |---|---|---|

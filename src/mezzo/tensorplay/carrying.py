@@ -106,8 +106,21 @@ def watch_checkpoints() -> None:
     replace_while_open(Place(tensorplay._C._autograd, name, name), _binding)
 
 
+class _Bound:
+    """A checkpointed function, bound; TensorPlay looks for its parameters, and finds those of the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._bound = function, bind(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bound(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
 def _binding(_name: str, checkpoint: Any) -> Any:
     def bound(function: Callable[..., Any], *options: Any, **named: Any) -> Any:
-        return checkpoint(bind(function) if thread_state().depth else function, *options, **named)
+        return checkpoint(_Bound(function) if thread_state().depth else function, *options, **named)
 
     return functools.update_wrapper(bound, checkpoint)

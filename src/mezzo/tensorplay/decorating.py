@@ -35,6 +35,9 @@ def decorate(region: Region, target: Any) -> Any:
         return _decorate_class(region, target)
     wrapper: Any = run_in(region, target, like=_body(target))
     wrapper.__script_unsupported = "@autocast() decorator is not supported in script mode"
+    if isinstance(target, nn.Module):
+        # A reentrant checkpoint gives gradients to what it finds so, and to no other weights.
+        wrapper.parameters = target.parameters
     return wrapper
 
 

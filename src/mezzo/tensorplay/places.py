@@ -100,16 +100,19 @@ def _compositions(op: str) -> list[Place]:
     Those of ``tensorplay.linalg`` look at dtypes before they call anything, and refuse what a region would have cast.
     """
     aliases = vocabulary(FRAMEWORK).aliases
-    found = []
+    found = [Place(tensorplay.nn.functional, "cross_entropy", op)] if op == "cross_entropy_loss" else []
     for spelling, prefix, module in _FUNCTIONS:
         name = op.removeprefix(prefix)
         function = vars(module).get(name) if op.startswith(prefix) else None
-        checks = module is tensorplay.linalg and inspect.isfunction(function)
+        checks = module is tensorplay.linalg and inspect.isfunction(function) and name not in _REFUSING_LOW
         alias = aliases.get(spelling + name)
-        if function is not None and (checks or (alias is not None and not alias.ops)):
+        if function is not None and (checks or (alias is not None and not alias.ops and name not in _REFUSING_LOW)):
             found.append(Place(module, name, op))
     return found
 
+
+_REFUSING_LOW = frozenset(("matrix_power",))
+"""Functions of which a part is to run in lower precision, and which refuse inputs that are: their parts have rules."""
 
 _FUNCTIONS = (
     ("F.", "", tensorplay.nn.functional),
