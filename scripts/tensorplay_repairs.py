@@ -68,7 +68,7 @@ UNFIT = frozenset(
 PARTLY_FILLED = frozenset(("_ctc_loss", "linalg_qr"))
 # In low dtypes the results of the two attentions have no gradient, where those in float32 have; nextafter, which looks at
 # the bits of its inputs, ends the interpreter now and then; the next three find neither Inf nor NaN, and no sample has one;
-# and the last three overflow inside, for tensors whose count or sum of squares float16 does not hold.
+# three overflow inside, for tensors whose count or sum of squares float16 does not hold; and fix rounds nothing.
 BY_HAND = {
     "nextafter": LOW,
     "_native_multi_head_attention": LOW,
@@ -79,6 +79,7 @@ BY_HAND = {
     "mean": ("float16",),
     "linalg_norm": ("float16",),
     "linalg_vector_norm": ("float16",),
+    "fix": LOW,
 }
 
 
@@ -208,6 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     found = search()
     rows = {op: row(op, found.get(op, [])) for op in {*found, *BY_HAND}}
+    # A negative power is that of the inverse, which has no low kernel.
+    rows |= dict.fromkeys(("matrix_power", "linalg_matrix_power"), ("promote", ""))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["op", "repair", "lacks"])

@@ -221,6 +221,42 @@ def test_without_gradients_nothing_is_recorded() -> None:
             assert name(weight @ weight) == "bfloat16"
 
 
+@pytest.mark.parametrize("region", [mt.autocast, tp.autocast], ids=["mezzo", "native"])
+def test_a_cast_by_hand_in_a_disabled_region_keeps_its_graph_too(region: Any) -> None:
+    def second_gradient(inner: Any) -> Any:
+        tp.manual_seed(0)
+        weight, q = tp.randn(6, 6), tp.randn(3, 6).requires_grad_()
+        with mt.autocast("cpu"):
+            product = q @ weight
+            with inner:
+                loss = product.float().sin().sum()
+        (slope,) = tp.autograd.grad(loss, q, create_graph=True)
+        (second,) = tp.autograd.grad(slope.square().sum(), q)
+        return second
+
+    found, expected = second_gradient(region("cpu", enabled=False)), second_gradient(mt.autocast("cpu"))
+    assert bool((found == expected).all())
+    assert float(found.abs().max()) > 0
+
+
+def test_a_class_that_makes_calls_itself_sees_them_as_they_came() -> None:
+    seen = []
+
+    class Watching(tp.Tensor):
+        @classmethod
+        def __tensorplay_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append([name(value) for value in args if isinstance(value, tp.Tensor)])
+            return "mine"
+
+    special, plain = tp.ones(2, 2).as_subclass(Watching), tp.ones(2, 2)
+    assert tp.mm(special, plain) == "mine"
+    with mt.autocast("cpu"):
+        assert tp.mm(special, plain) == "mine"
+        assert tp.mm(plain, special) == "mine"
+        assert name(tp.mm(plain, plain)) == "bfloat16"
+    assert seen == [["float32", "float32"]] * 3
+
+
 def test_a_function_that_is_mapped_over_a_batch_is_cast_too() -> None:
     tp.manual_seed(0)
     batch, weight = tp.randn(3, 4, 4, requires_grad=True), tp.randn(4, 4, requires_grad=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -64,6 +66,10 @@ def test_nothing_else_than_choke_points_and_questions_about_autocast_is_replaced
                 "tensorplay._C._autograd._activation_checkpoint",
                 "tensorplay.Tensor.data",
                 "tensorplay.Tensor.to",
+                "tensorplay.Tensor.numpy",
+                "tensorplay.Tensor.__array__",
+                "tensorplay.Tensor.__dlpack__",
+                "tensorplay.utils.swap_tensors",
                 "tensorplay.nn.modules.rnn._check_attributes",
             )
             assert "autocast" in label or label in beside, label
@@ -145,6 +151,46 @@ def test_a_wrapper_has_the_name_and_documentation_of_what_it_stands_for() -> Non
         assert tp._C.mm is not native
         assert tp._C.mm.__name__ == "mm"
         assert tp._C.mm.__doc__ == native.__doc__
+
+
+FORKING = """
+import os, sys, threading, time
+import tensorplay as tp, mezzo.tensorplay as mt
+from mezzo.tensorplay import choke_points
+native = tp._C.mm
+stop = threading.Event()
+
+def work():
+    while not stop.is_set():
+        with mt.autocast("cpu", policy="unified"):
+            pass
+
+thread = threading.Thread(target=work)
+thread.start()
+x = tp.ones(2, 2)
+left = []
+with mt.autocast("cpu"):
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            with mt.autocast("cpu", tp.float16):
+                inner = str(tp.mm(x, x).dtype)
+            outer = str(tp.mm(x, x).dtype)
+            right = (inner, outer, choke_points.open_regions()) == ("tensorplay.float16", "tensorplay.bfloat16", 1)
+            os._exit(0 if right else 1)
+        left.append(child)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in left]
+stop.set()
+thread.join()
+assert tp._C.mm is native
+sys.exit(sum(codes))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_works_whatever_other_threads_held() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # Questions

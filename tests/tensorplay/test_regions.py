@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import tensorplay as tp
@@ -189,6 +190,24 @@ def test_an_exception_in_a_native_region_inside_leaves_the_outer_state() -> None
         assert dtype() == "bfloat16"
 
 
+def test_a_native_region_that_outlives_the_one_it_was_entered_in_ends_without_a_trace() -> None:
+    outer, inner = mt.autocast("cpu"), ExitStack()
+    outer.__enter__()
+    inner.enter_context(tp.autocast("cpu", enabled=False))
+    outer.__exit__()
+    inner.close()
+    assert dtype() == "float32"
+    assert not tp.is_autocast_enabled("cpu")
+
+
+def test_a_native_region_entered_again_inside_of_mezzos_leaves_nothing_on() -> None:
+    native = tp.autocast("cpu")
+    with native, mt.autocast("cpu", enabled=False), native:
+        assert dtype() == "bfloat16"
+    assert dtype() == "float32"
+    assert not tp.is_autocast_enabled("cpu")
+
+
 # Threads, entries, copies
 
 
@@ -296,6 +315,15 @@ def test_decorated_coroutines_do_not_see_each_other() -> None:
 def test_autocast_decorator_takes_regions_of_both(region: object) -> None:
     decorated = mt.autocast_decorator(region, dtype)
     assert [decorated(), dtype()] == ["bfloat16", "float32"]
+
+
+def test_what_is_no_region_and_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"autocast_decorator takes a region such as autocast\('cpu'\) first, got 3"):
+        mt.autocast_decorator(3, dtype)
+    with pytest.raises(TypeError, match=r"bind\(\) takes a function, got 3"):
+        mt.bind(3)  # type: ignore[type-var]
+    with pytest.raises(RegionError, match=r"AutocastState.__exit__\(\) was called in a thread that has not entered it"):
+        mt.capture().__exit__()
 
 
 # Carrying

@@ -107,6 +107,10 @@ CHANGES = {
     "a view": without_grad(lambda w: w[1:].mul_(2)),  # type: ignore[index]
     "copy_": without_grad(lambda w: w.copy_(tp.ones(SIDE, SIDE))),  # type: ignore[attr-defined]
     "data": lambda w: setattr(w, "data", tp.ones(SIDE, SIDE)),
+    "data twice": lambda w: [setattr(w, "data", w.detach() * 2) for _ in range(2)],  # type: ignore[attr-defined]
+    "data of another layout": lambda w: setattr(w, "data", w.detach().t()),  # type: ignore[attr-defined]
+    "NumPy": lambda w: w.detach().numpy().fill(3.0),  # type: ignore[attr-defined]
+    "DLPack": lambda w: tp.from_dlpack(w.detach()).fill_(3.0),  # type: ignore[attr-defined]
     "through data": lambda w: w.data.mul_(3),  # type: ignore[attr-defined]
     "detached": lambda w: w.detach().fill_(3.0),  # type: ignore[attr-defined]
 }
@@ -123,6 +127,26 @@ def test_a_weight_that_changed_is_cast_afresh(change: Callable[[object], object]
     reference = X.bfloat16() @ large.detach().bfloat16()  # type: ignore[attr-defined]
     assert bool((after == reference).all())
     assert not bool((after == before).all())
+
+
+def test_memory_that_was_given_away_stays_so_whatever_is_done_to_the_cache() -> None:
+    first, second = weight(), weight()
+    with mt.autocast("cpu"):
+        with mt.autocast("cpu", cache_enabled=False):
+            views = [first.data, second.data]  # type: ignore[attr-defined]
+        tp.clear_autocast_cache()
+        for large, view in zip((first, second), views, strict=True):
+            X @ large
+            view.fill_(3.0)
+            assert bool((X @ large == 3.0 * SIDE).all())
+
+
+def test_weights_can_be_swapped_inside_a_region() -> None:
+    first, second = weight(), tp.nn.Parameter(tp.ones(SIDE, SIDE))
+    with mt.autocast("cpu"):
+        X @ first
+        tp.utils.swap_tensors(first, second)
+        assert bool((X @ first == SIDE).all())
 
 
 def test_each_dtype_has_a_cast_of_its_own() -> None:

@@ -23,11 +23,11 @@ from mezzo.tensorplay.queries import get_autocast_dtype, is_autocast_enabled, wa
 from mezzo.tensorplay.recurrent import watch_recurrent_layers  # noqa: E402
 from mezzo.tensorplay.scaler import GradScaler  # noqa: E402
 from mezzo.tensorplay.scaler_reports import NonFinite  # noqa: E402
-from mezzo.tensorplay.weight_casts import watch_data  # noqa: E402
+from mezzo.tensorplay.weight_casts import watch_memory  # noqa: E402
 
 watch_queries()
 watch_checkpoints()
-watch_data()
+watch_memory()
 watch_explicit_casts()
 watch_recurrent_layers()
 

@@ -115,6 +115,7 @@ class autocast:  # noqa: N801 - TensorPlay's name
         _check_device(device_type)
         self.device = device_type
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
+        _check_dtype(self.fast_dtype)
         self._enabled = _can_enable(device_type, self.fast_dtype) if enabled else False
         self._cache_enabled = is_cache_enabled() if cache_enabled is None else bool(cache_enabled)
         self._policy = None if policy is None else resolved(policy)
@@ -216,6 +217,9 @@ def autocast_decorator(autocast_instance: Any, func: F) -> F:
     Returns:
         The decorated function.
 
+    Raises:
+        TypeError: The first is no region, or the second cannot be called.
+
     Example:
         >>> import tensorplay
         >>> from mezzo.tensorplay import autocast, autocast_decorator
@@ -223,6 +227,9 @@ def autocast_decorator(autocast_instance: Any, func: F) -> F:
         >>> print(square(tensorplay.ones(2, 2)).dtype)
         tensorplay.bfloat16
     """
+    if not (hasattr(autocast_instance, "__enter__") and hasattr(autocast_instance, "__exit__")):
+        msg = f"autocast_decorator takes a region such as autocast('cpu') first, got {autocast_instance!r:.80}."
+        raise TypeError(msg)
     return autocast.__call__(autocast_instance, func)
 
 
@@ -247,11 +254,14 @@ def _check_device(device_type: object) -> None:
         raise DeviceError(msg)
 
 
-def _can_enable(device: str, dtype: Any) -> bool:
-    """Say whether a region can be enabled; if not, warn or raise as TensorPlay does, at the line of the caller."""
+def _check_dtype(dtype: object) -> None:
     if not isinstance(dtype, tensorplay.DType):
         msg = f"dtype must be a dtype of TensorPlay, got {dtype!r}; allowed are tensorplay.bfloat16 and tensorplay.float16."
         raise DtypeError(msg)
+
+
+def _can_enable(device: str, dtype: Any) -> bool:
+    """Say whether a region can be enabled; if not, warn or raise as TensorPlay does, at the line of the caller."""
     if device == "cpu" and dtype in LOW.values():
         return True
     with warnings.catch_warnings(record=True) as caught:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import tensorplay
 
+from mezzo.errors import RegionError
 from mezzo.tensorplay.choke_points import acquire, release, replace_while_open
 from mezzo.tensorplay.decorating import decorate
 from mezzo.tensorplay.kernels import wrap
@@ -48,7 +49,13 @@ class AutocastState:
 
     def __exit__(self, *exc_info: object) -> Literal[False]:
         """Restore what was in force; exceptions go on."""
-        thread_state().close(self._entries[get_ident()].pop())
+        entries = self._entries.get(get_ident())
+        if not entries:
+            msg = (
+                "AutocastState.__exit__() was called in a thread that has not entered it; use it in a `with` statement."
+            )
+            raise RegionError(msg)
+        thread_state().close(entries.pop())
         release(self._ops)
         return False
 
@@ -89,6 +96,9 @@ def bind(function: F) -> F:
     Returns:
         A function of the same kind.
 
+    Raises:
+        TypeError: It cannot be called.
+
     Example:
         >>> import tensorplay
         >>> from mezzo.tensorplay import autocast, bind
@@ -97,6 +107,9 @@ def bind(function: F) -> F:
         >>> print(square(tensorplay.ones(2, 2)).dtype)
         tensorplay.bfloat16
     """
+    if not callable(function):
+        msg = f"bind() takes a function, got {function!r:.80}."
+        raise TypeError(msg)
     return cast("F", decorate(capture(), function))
 
 

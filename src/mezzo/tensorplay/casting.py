@@ -80,7 +80,8 @@ def _cast_batched(tensor: Any, dtype: Any) -> Any:
 def watch_explicit_casts() -> None:
     """Have the program's own casts keep their graph too while a region is open; called once, when the adapter is imported.
 
-    A gradient penalty goes through them as well: ``model(x).float()`` in a region is what a loss begins with.
+    A gradient penalty goes through them as well: ``model(x).float()`` in a region is what a loss begins with, or a region
+    inside of it in which nothing is cast.
     """
     replace_while_open(Place(Tensor, "to", "to"), _keeping)
 
@@ -88,7 +89,7 @@ def watch_explicit_casts() -> None:
 def _keeping(_label: str, function: Any) -> Any:
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(tensor, *args, **kwargs)
-        if result.requires_grad and CURRENT.plan is not None:
+        if result.requires_grad and CURRENT.kept is not None:
             source = tensor.dtype
             if source in _HOOKS and result.dtype != source:
                 result.grad_fn.add_pre_hook(_HOOKS[source])

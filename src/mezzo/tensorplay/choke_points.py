@@ -6,6 +6,7 @@ what stood there is back when the last one closes. Calls that C++ makes inside a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
@@ -20,8 +21,20 @@ Wrap = Callable[[str, Any], Any]
 """Makes the replacement: from an op's name, or another label, and what stands there."""
 
 _lock = threading.RLock()
+
+
+class _Held(threading.local):
+    """The sets of ops that this thread's open regions need."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[frozenset[str], Wrap]] = []
+
+
+_held = _Held()
 _needed: dict[frozenset[str], int] = {}
 """Sets of ops that open regions need, and how many regions."""
+_seen: set[frozenset[str]] = set()
+"""All such sets that were ever needed."""
 _beside: dict[Place, Wrap] = {}
 
 
@@ -46,12 +59,14 @@ def acquire(ops: frozenset[str], wrap: Wrap) -> None:
     with _lock:
         count = _needed.get(ops, 0)
         if not count:
+            _seen.add(ops)
             if not _needed:
                 for batch in _batches_beside():
                     batch.replace()
             for batch in _batches_of_no_other(ops, frozenset(_needed)):
                 batch.replace(wrap)
         _needed[ops] = count + 1
+        _held.ops.append((ops, wrap))
 
 
 def release(ops: frozenset[str]) -> None:
@@ -61,6 +76,7 @@ def release(ops: frozenset[str]) -> None:
         ops: As given to `acquire`.
     """
     with _lock:
+        _forget_held(ops)
         count = _needed[ops] - 1
         if count:
             _needed[ops] = count
@@ -71,6 +87,30 @@ def release(ops: frozenset[str]) -> None:
         if not _needed:
             for batch in _batches_beside():
                 batch.put_back()
+
+
+def _forget_held(ops: frozenset[str]) -> None:
+    # A region may be left in another thread than the one that entered it, by those who call these by hand.
+    found = next((entry for entry in reversed(_held.ops) if entry[0] is ops), None)
+    if found is not None:
+        _held.ops.remove(found)
+
+
+def _after_fork() -> None:
+    """Begin anew in a child process: of the threads of its parent, and their regions, this one alone is left."""
+    global _lock  # noqa: PLW0603 - another thread may have held it, and is not there to let it go
+    _lock = threading.RLock()
+    held, _held.ops = _held.ops, []
+    everywhere = {place for ops in _seen for op in ops for place in places(op)} | {*_beside}
+    for place in everywhere:
+        if place.replacement is not None:
+            _put_back_one(place)
+    _needed.clear()
+    for ops, wrap in held:
+        acquire(ops, wrap)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Batch:

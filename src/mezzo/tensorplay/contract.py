@@ -25,8 +25,12 @@ _CALLED = {
         "set_autocast_cache_enabled clear_autocast_cache get_autocast_cpu_dtype get_autocast_gpu_dtype "
         "_transform_is_batched _transform_batch_level _transform_unwrap _transform_make_batched"
     ),
-    "tensorplay.Tensor": "to dtype device data requires_grad is_leaf grad_fn _version data_ptr numel detach is_inference",
+    "tensorplay.Tensor": (
+        "to dtype device data requires_grad is_leaf grad_fn _version data_ptr numel detach is_inference numpy __array__ "
+        "__dlpack__ shape stride"
+    ),
     "tensorplay.nn.modules.rnn": "_check_attributes",
+    "tensorplay.utils": "swap_tensors",
     "tensorplay.amp.autocast_mode": "_fused_enter _fused_exit autocast is_autocast_available",
     "tensorplay._C._autograd": "_activation_checkpoint",
     "tensorplay.autograd": "Function is_grad_enabled is_inference_mode_enabled",

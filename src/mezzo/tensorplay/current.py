@@ -24,10 +24,12 @@ class Current(threading.local):
     Attributes:
         plan: What the wrappers act by; None where nothing is cast.
         casts: The kept casts of weights; None where none are to be kept.
+        kept: The same, where none are to be kept too; None outside of regions of mezzo's.
     """
 
     plan: Plan | None = None
     casts: WeightCasts | None = None
+    kept: WeightCasts | None = None
 
 
 CURRENT = Current()

@@ -19,6 +19,7 @@ __all__ = [
     "FLOAT32",
     "KIND",
     "LOW",
+    "OverriddenError",
     "SEQUENCE",
     "SEQUENCES",
     "TENSOR",
@@ -41,6 +42,10 @@ SEQUENCES = (list, tuple)
 """What arguments hold tensors in. A tuple: ``list | tuple`` in a function is made anew in every call."""
 
 
+class OverriddenError(Exception):
+    """An argument's class makes calls itself, by ``__tensorplay_function__``, and is to see this one as it came."""
+
+
 class _Kinds(dict[type, int]):
     """What an argument is, by its type: a tensor, a sequence or neither.
 
@@ -50,6 +55,8 @@ class _Kinds(dict[type, int]):
 
     def __missing__(self, kind: type) -> int:
         if issubclass(kind, Tensor):
+            if hasattr(kind, "__tensorplay_function__"):
+                raise OverriddenError
             return TENSOR
         return SEQUENCE if issubclass(kind, SEQUENCES) else 0
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mezzo.tensorplay.current import CURRENT
+from mezzo.tensorplay.dtypes import OverriddenError
 
 __all__ = ["wrap"]
 
@@ -34,7 +35,10 @@ def _around_op(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         plan = CURRENT.plan
         if plan is None or (action := plan.get(op)) is None:
             return call(*args, **kwargs)
-        return action(call, args, kwargs)
+        try:
+            return action(call, args, kwargs)
+        except OverriddenError:
+            return call(*args, **kwargs)
 
     return wrapper
 
@@ -51,6 +55,9 @@ def _around_composition(op: str, call: Callable[..., Any]) -> Callable[..., Any]
         plan = CURRENT.plan
         if plan is None or (action := plan.get(op)) is None:
             return call(*args, **kwargs)
-        return action(whole, args, kwargs)
+        try:
+            return action(whole, args, kwargs)
+        except OverriddenError:
+            return call(*args, **kwargs)
 
     return wrapper

@@ -12,6 +12,8 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Any
 
+import tensorplay
+
 from mezzo.decision import CastPolicy, input_dtypes
 from mezzo.tensorplay.actions import Cast, each, rebuilt
 from mezzo.tensorplay.casting import cast, hook_for
@@ -135,7 +137,7 @@ def into_destination(lacks: frozenset[str]) -> Action:
 
     Args:
         lacks: The lower-precision dtypes for which the op has no kernel. It is then run on a float32 copy, whose values are
-            added to what was zeroed, since that is on the record of autograd, and ``copy_`` is not.
+            added to zeros, put there by ``masked_fill_``: autograd has that on record, and neither ``copy_`` nor ``zero_``.
 
     Returns:
         An action.
@@ -148,7 +150,8 @@ def into_destination(lacks: frozenset[str]) -> Action:
         if written[0] in lacks:
             args_wide, kwargs_wide = each(_TO["float32"], args, kwargs)
             result = function(*args_wide, **kwargs_wide)
-            return args[0].zero_().add_(_TO[written[0]](result))
+            everywhere = tensorplay.ones(args[0].shape, dtype=tensorplay.bool, device=args[0].device)
+            return args[0].masked_fill_(everywhere, 0.0).add_(_TO[written[0]](result))
         if len(dtypes_in(args, kwargs)) < 2:
             return function(*args, **kwargs)
         rest, kwargs_cast = each(_TO[written[0]], args[1:], kwargs)

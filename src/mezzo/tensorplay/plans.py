@@ -17,6 +17,7 @@ from mezzo.tensorplay.mending import as_called, into_destination, made_again, wi
 from mezzo.tensorplay.ops import FRAMEWORK
 from mezzo.tensorplay.places import places
 from mezzo.tensorplay.running_statistics import UPDATING, keeping_statistics
+from mezzo.tensorplay.zero_beta import READING_GARBAGE, with_zeros
 from mezzo.vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -42,11 +43,7 @@ def plan_for(policy: Policy, device: str, low: str) -> Plan:
     """
     here = policy.on(device)
     found = {op: _action(here, op, device, low) for op in _candidates(here)}
-    return {
-        op: keeping_statistics(action) if op in UPDATING else action
-        for op, action in found.items()
-        if action is not None
-    }
+    return {op: action for op, action in found.items() if action is not None}
 
 
 def _candidates(policy: Policy) -> Iterable[str]:
@@ -57,6 +54,15 @@ def _candidates(policy: Policy) -> Iterable[str]:
 
 
 def _action(policy: Policy, op: str, device: str, low: str) -> Action | None:
+    action = _of_dtypes(policy, op, device, low)
+    if action is not None and op in UPDATING:
+        return keeping_statistics(action)
+    if action is not None and op in READING_GARBAGE and policy.repairs:
+        return with_zeros(action)
+    return action
+
+
+def _of_dtypes(policy: Policy, op: str, device: str, low: str) -> Action | None:
     rule = CastPolicy(policy.rule_of(op, low))
     if not policy.repairs or op not in tables.repairs(FRAMEWORK) or rule is CastPolicy.BANNED:
         return action_for(rule, op, device, low)

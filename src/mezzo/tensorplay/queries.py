@@ -60,14 +60,21 @@ def _clear_autocast_cache(state: ThreadState) -> None:
     state.forget_casts()
 
 
-def _enter_native_region(state: ThreadState, device: str, dtype: Any, enabled: bool, cache_enabled: bool) -> Snapshot:
-    before = state.now
+class _Before(tuple[Any, ...]):
+    """What a native region has found: in form what TensorPlay would take back if mezzo's region has ended by then."""
+
+    snapshot: Snapshot
+
+
+def _enter_native_region(state: ThreadState, device: str, dtype: Any, enabled: bool, cache_enabled: bool) -> _Before:
+    before = _Before((False, NATIVE.dtype(device), NATIVE.is_cache_enabled()))
+    before.snapshot = state.now
     state.set(device, cache_enabled, enabled=enabled, dtype=dtype)
     return before
 
 
-def _leave_native_region(state: ThreadState, _device: str, before: Snapshot) -> None:
-    state.put(before)
+def _leave_native_region(state: ThreadState, _device: str, before: _Before) -> None:
+    state.put(before.snapshot)
 
 
 def is_autocast_enabled(device_type: str) -> bool:
@@ -86,8 +93,7 @@ def is_autocast_enabled(device_type: str) -> bool:
         >>> is_autocast_enabled("cpu")
         False
     """
-    state = thread_state()
-    device = state.now.devices.get(device_type)
+    device = thread_state().now.devices.get(device_type)
     return bool(NATIVE.is_enabled(device_type)) if device is None else device.enabled
 
 
@@ -164,7 +170,7 @@ def _region_replacement(instead: Callable[..., Any], _name: str, function: Any) 
 
     def replacement(device: str, *rest: Any) -> Any:
         state = thread_state()
-        if state.depth == 0 or (len(rest) == 1 and not isinstance(rest[0], Snapshot)):
+        if state.depth == 0 or (len(rest) == 1 and not isinstance(rest[0], _Before)):
             return function(device, *rest)
         return instead(state, device, *rest)
 

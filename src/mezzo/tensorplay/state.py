@@ -93,6 +93,7 @@ class ThreadState(threading.local):
             self.now = Snapshot(devices, NATIVE.is_cache_enabled(), plan)
             for name in self._switched_off:
                 NATIVE.set_enabled(name, False)
+            CURRENT.kept = self._kept
         self.depth += 1
         return self.now
 
@@ -107,7 +108,7 @@ class ThreadState(threading.local):
             self.put(before)
             return
         self.now = _NOTHING
-        CURRENT.plan = CURRENT.casts = None
+        CURRENT.plan = CURRENT.casts = CURRENT.kept = None
         self._kept.clear()
         for name in self._switched_off:
             NATIVE.set_enabled(name, True)
@@ -132,7 +133,7 @@ class ThreadState(threading.local):
 
     def forget_casts(self) -> None:
         """Drop the kept casts of weights."""
-        self._kept.clear()
+        self._kept.drop()
 
 
 def _plan_of(devices: dict[str, DeviceState]) -> Plan | None:

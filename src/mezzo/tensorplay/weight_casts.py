@@ -8,10 +8,12 @@ hundred thousand numbers, and a smaller weight is simply cast again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 import tensorplay
+import tensorplay.utils
 from tensorplay import Tensor
 from tensorplay.nn import Parameter
 
@@ -20,7 +22,7 @@ from mezzo.tensorplay.choke_points import replace_while_open
 from mezzo.tensorplay.current import CURRENT
 from mezzo.tensorplay.places import Place
 
-__all__ = ["SMALLEST", "WeightCasts", "is_weight", "watch_data"]
+__all__ = ["SMALLEST", "WeightCasts", "is_weight", "watch_memory"]
 
 SMALLEST = 2**17
 """From how many elements on a weight's cast is kept: 131072, where casting again takes as long as a node from Python."""
@@ -44,13 +46,13 @@ class _Kept(NamedTuple):
 
     Attributes:
         weight: A weak reference to the weight.
-        state: The weight's version and address when it was cast.
+        state: The weight's version, address, shape and strides when it was cast.
         low: The cast.
         version: The version of the cast then.
     """
 
     weight: Any
-    state: tuple[int, int]
+    state: tuple[Any, ...]
     low: Any
     version: int
 
@@ -59,26 +61,30 @@ class WeightCasts:
     """The kept casts of one thread.
 
     A cast is served as long as the weight is the same tensor, in the same storage, unchanged as its version counter tells.
-    Writing through ``weight.data`` does not move that counter, so a weight whose ``data`` was read in the region is cast
-    each time from then on. A tensor that shares a weight's memory and was made outside, from ``data`` or NumPy, is not seen.
+    Writing through ``weight.data``, NumPy or DLPack does not move that counter, so a weight whose memory was given away so
+    in the region is cast each time from then on. What shares a weight's memory and was made outside is not seen.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], _Kept] = {}
-        self._shared: dict[int, Any] = {}
+        self._shared: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Drop all casts."""
+        self._kept.clear()
+
+    def clear(self) -> None:
+        """Drop all casts, and what is known of shared memory."""
         self._kept.clear()
         self._shared.clear()
 
-    def never_keep(self, weight: Any) -> None:
-        """Keep no cast of a tensor from now on: its memory can be written to unseen."""
-        number = id(weight)
-        self._shared[number] = weakref.ref(weight, lambda _: self._shared.pop(number, None))
+    def never_keep(self, tensor: Any) -> None:
+        """Keep no cast of what is where a tensor is: its memory can be written to unseen."""
+        if tensor.numel() >= SMALLEST:
+            self._shared.add(tensor.data_ptr())
 
     def take(self, weight: Any, dtype: Any, label: str) -> Any:
         """Cast a weight, or use the cast that is kept.
@@ -91,12 +97,13 @@ class WeightCasts:
         Returns:
             The weight in that dtype; its gradient goes to the weight.
         """
-        key = (id(weight), label)
-        if key[0] in self._shared:
+        pointer = weight.data_ptr()
+        if pointer in self._shared:
             return cast(weight, dtype)
         if weight.is_inference() or tensorplay.autograd.is_inference_mode_enabled():
             return cast(weight, dtype)  # such tensors count no versions, and must not be found by a training pass
-        state = weight._version, weight.data_ptr()
+        key = (id(weight), label)
+        state = weight._version, pointer, tuple(weight.shape), tuple(weight.stride())
         kept = self._kept.get(key)
         # What was kept has been handed out, so a program may have changed that too.
         if kept is not None and kept.weight() is weight and kept.state == state and kept.low._version == kept.version:
@@ -117,18 +124,46 @@ def is_weight(tensor: Any) -> bool:
     return (tensor.requires_grad and tensor.is_leaf) or type(tensor) is Parameter
 
 
-def watch_data() -> None:
-    """Have reads of ``Tensor.data`` seen whenever a region is open; called once, when the adapter is imported."""
-    replace_while_open(Place(Tensor, "data", "data"), _watching)
+def watch_memory() -> None:
+    """Have it seen, whenever a region is open, that a tensor's memory is given away; called once, at import."""
+    replace_while_open(Place(Tensor, "data", "data"), _watching_data)
+    for name in ("numpy", "__array__", "__dlpack__"):
+        replace_while_open(Place(Tensor, name, name), _watching_method)
+    replace_while_open(Place(tensorplay.utils, "swap_tensors", "swap_tensors"), _forgetting)
 
 
-def _watching(_name: str, data: Any) -> Any:
+def _watching_data(_name: str, data: Any) -> Any:
     def read(tensor: Any) -> Any:
-        if (casts := CURRENT.casts) is not None and is_weight(tensor):
-            casts.never_keep(tensor)
+        if (kept := CURRENT.kept) is not None:
+            kept.never_keep(tensor)
         return data.fget(tensor)
 
-    return property(read, data.fset, data.fdel, data.__doc__)
+    def write(tensor: Any, value: Any) -> None:
+        data.fset(tensor, value)
+        if (kept := CURRENT.kept) is not None:
+            kept.never_keep(tensor)
+
+    return property(read, write, data.fdel, data.__doc__)
+
+
+def _watching_method(_name: str, method: Any) -> Any:
+    def give(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (kept := CURRENT.kept) is not None:
+            kept.never_keep(tensor)
+        return method(tensor, *args, **kwargs)
+
+    return functools.update_wrapper(give, method)
+
+
+def _forgetting(_name: str, swap_tensors: Any) -> Any:
+    """Let go of the tensors that are swapped, which must have no weak references."""
+
+    def swap(*args: Any, **kwargs: Any) -> Any:
+        if (kept := CURRENT.kept) is not None:
+            kept.drop()
+        return swap_tensors(*args, **kwargs)
+
+    return functools.update_wrapper(swap, swap_tensors)
 
 
 def _prepare_functions() -> None:
