@@ -239,6 +239,18 @@ def test_a_cast_by_hand_in_a_disabled_region_keeps_its_graph_too(region: Any) ->
     assert float(found.abs().max()) > 0
 
 
+def test_casts_by_hand_of_other_kinds_work_as_outside() -> None:
+    x = tp.tensor([1.0, 2.0], requires_grad=True)
+    with mt.autocast("cpu"):
+        tp.autograd.grad(x.to(tp.complex64).abs().sum(), x, create_graph=True)
+        low = x.bfloat16()
+        (slope,) = tp.autograd.grad((low.type_as(x) ** 3).sum(), x, create_graph=True)
+        (second,) = tp.autograd.grad(slope.sum(), x)
+        mapped = tp.func.vmap(lambda row: (row @ tp.eye(2)).float())(tp.eye(2))
+    assert second.tolist() == [6.0, 12.0]
+    assert [name(mapped), mapped.tolist()] == ["float32", tp.eye(2).tolist()]
+
+
 def test_a_class_that_makes_calls_itself_sees_them_as_they_came() -> None:
     seen = []
 

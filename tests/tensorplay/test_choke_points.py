@@ -66,6 +66,7 @@ def test_nothing_else_than_choke_points_and_questions_about_autocast_is_replaced
                 "tensorplay._C._autograd._activation_checkpoint",
                 "tensorplay.Tensor.data",
                 "tensorplay.Tensor.to",
+                "tensorplay.Tensor.type_as",
                 "tensorplay.Tensor.numpy",
                 "tensorplay.Tensor.__array__",
                 "tensorplay.Tensor.__dlpack__",
@@ -151,6 +152,47 @@ def test_a_wrapper_has_the_name_and_documentation_of_what_it_stands_for() -> Non
         assert tp._C.mm is not native
         assert tp._C.mm.__name__ == "mm"
         assert tp._C.mm.__doc__ == native.__doc__
+
+
+def test_a_patch_that_is_taken_off_after_the_region_it_was_put_on_in_heals_with_the_next() -> None:
+    native = tp._C.mm
+    with mt.autocast("cpu"):
+        wrapper, tp._C.mm = tp._C.mm, lambda *args: args
+    tp._C.mm = wrapper  # what a patch that began inside puts back
+    with mt.autocast("cpu"):
+        assert str(tp.mm(tp.ones(2, 2), tp.ones(2, 2)).dtype) == "tensorplay.bfloat16"
+    assert tp._C.mm is native
+
+
+FIRST_USE = """
+import sys, threading
+import tensorplay as tp, mezzo.tensorplay as mt
+places = (tp._C, tp.Tensor, tp.nn.functional, tp.linalg)
+before = {(place, name): value for place in places for name, value in vars(place).items()}
+sys.setswitchinterval(1e-5)
+barrier, x = threading.Barrier(8), tp.ones(2, 2)
+
+def work(policy):
+    barrier.wait()
+    for _ in range(3):
+        mt.autocast("cpu", policy=policy)(lambda: x @ x)()
+
+threads = [threading.Thread(target=work, args=(policy,)) for policy in [None, "unified", "fp32", "tensorplay"] * 2]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+changed = [str(place) + name for (place, name), value in before.items() if vars(place)[name] is not value]
+sys.exit(str(changed) if changed else 0)
+"""
+
+
+def test_threads_that_open_the_first_regions_of_several_policies_put_every_name_back() -> None:
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
 
 
 FORKING = """

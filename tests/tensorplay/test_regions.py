@@ -200,6 +200,17 @@ def test_a_native_region_that_outlives_the_one_it_was_entered_in_ends_without_a_
     assert not tp.is_autocast_enabled("cpu")
 
 
+def test_a_native_region_that_ends_inside_of_mezzos_stays_ended() -> None:
+    native, inner = tp.autocast("cpu"), mt.autocast("cpu", tp.float16)
+    native.__enter__()
+    inner.__enter__()
+    native.__exit__(None, None, None)
+    assert dtype() == "float16"
+    inner.__exit__()
+    assert dtype() == "float32"
+    assert not tp.is_autocast_enabled("cpu")
+
+
 def test_a_native_region_entered_again_inside_of_mezzos_leaves_nothing_on() -> None:
     native = tp.autocast("cpu")
     with native, mt.autocast("cpu", enabled=False), native:

@@ -195,19 +195,75 @@ def test_a_call_with_out_writes_there_or_raises_as_outside() -> None:
     assert out.tolist() == [[[[1.0, 1.0], [1.0, 1.0]]]]
 
 
+NAN = float("nan")
+BETA_ZERO: dict[str, Any] = {
+    "baddbmm": ((2, 4, 4), lambda x, low: ((2, 4, 4), (2, 4, 4))),
+    "addbmm": ((4, 4), lambda x, low: ((2, 4, 4), (2, 4, 4))),
+    "addr": ((4, 3), lambda x, low: ((4,), (3,))),
+}
+
+
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("policy", ["default", "unified"])
-def test_what_beta_zero_says_to_ignore_is_ignored(policy: str, half: Any) -> None:
+@pytest.mark.parametrize("how", ["positional", "keywords", "in place"])
+@pytest.mark.parametrize("op", BETA_ZERO)
+def test_what_beta_zero_says_to_ignore_is_ignored(op: str, how: str, policy: str, half: Any) -> None:
     tensorplay.manual_seed(0)
-    left, right, ignored = tensorplay.rand(2, 4, 4), tensorplay.rand(2, 4, 4), tensorplay.full((2, 4, 4), float("nan"))
-    exact = tensorplay.baddbmm(ignored, left, right, beta=0, alpha=0.5)
-    for _ in range(5):  # what uninitialised memory holds is not always wrong
-        with mt.autocast("cpu", dtype=half, policy=policy):
-            found = tensorplay.baddbmm(ignored, left, right, beta=0, alpha=0.5)
-            written = ignored.to(half).baddbmm_(left.to(half), right.to(half), beta=0, alpha=0.5)
-        for result in (found, written):
-            assert result.dtype == half
-            assert distance(result, exact) <= 4 * ROUNDING[str(half).split(".")[-1]]
+    shape, operands = BETA_ZERO[op]
+    left, right = (tensorplay.rand(size) for size in operands(None, None))
+    first, second = ("vec1", "vec2") if op == "addr" else ("batch1", "batch2")
+    product = {
+        "baddbmm": lambda: left @ right,
+        "addbmm": lambda: (left @ right).sum(0),
+        "addr": lambda: left.unsqueeze(1) * right.unsqueeze(0),
+    }[op]()
+    with mt.autocast("cpu", dtype=half, policy=policy):
+        for _ in range(5):  # what uninitialised memory holds is not always wrong
+            if how == "in place":
+                target = tensorplay.full(shape, NAN).to(half)
+                found = getattr(target, f"{op}_")(left.to(half), right.to(half), beta=0, alpha=0.5)
+                assert found.data_ptr() == target.data_ptr()
+            elif how == "keywords":
+                named = {first: left, second: right}
+                found = getattr(tensorplay._C, op)(tensorplay.full(shape, NAN), beta=0, alpha=0.5, **named)
+            else:
+                found = getattr(tensorplay, op)(tensorplay.full(shape, NAN), left, right, beta=0, alpha=0.5)
+            assert distance(found, product * 0.5) <= 8 * ROUNDING[str(half).split(".")[-1]]
+
+
+def test_operands_of_a_wrong_shape_get_the_ops_own_error() -> None:
+    def message() -> str:
+        with pytest.raises((RuntimeError, ValueError, IndexError, TypeError)) as caught:
+            tensorplay.baddbmm(tensorplay.ones(2, 2), tensorplay.ones(2), tensorplay.ones(2), beta=0)
+        return str(caught.value)
+
+    outside = message()
+    with mt.autocast("cpu"):
+        assert message() == outside
+
+
+def test_statistics_are_not_rounded_by_a_rule_that_lowers() -> None:
+    layer = tensorplay.nn.BatchNorm1d(2)
+    layer.running_mean.fill_(1.001)
+    policy = Policy("low", {"batch_norm": "lower_precision_fp"}, framework="tensorplay")
+    before = layer.running_mean.tolist()
+    with mt.autocast("cpu", policy=policy):
+        layer.eval()(tensorplay.ones(4, 2))
+        assert layer.running_mean.tolist() == before
+        layer.train()(tensorplay.full((4, 2), 3.0))
+    assert layer.running_mean.tolist() == pytest.approx([0.9 * 1.001 + 0.3] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["default", "unified"])
+def test_a_cross_entropy_of_mixed_dtypes_is_right(policy: str) -> None:
+    logits, weight, classes = tensorplay.randn(6, 4), tensorplay.rand(4) + 0.5, tensorplay.arange(6) % 4
+    loss = tensorplay.nn.functional.cross_entropy
+    right = float(loss(logits, classes, weight))
+    f64, low = tensorplay.float64, tensorplay.bfloat16
+    with mt.autocast("cpu", policy=policy):
+        for mix in ((logits.to(f64), weight), (logits, weight.to(f64)), (logits.to(f64), weight.to(low))):
+            found = float(tensorplay.nn.functional.cross_entropy(mix[0], classes, mix[1]))
+            assert found == pytest.approx(right, rel=2**-8)  # a weight that was rounded to bfloat16
 
 
 def test_a_low_tensor_that_is_written_to_has_the_gradient_of_what_is_written_alone() -> None:

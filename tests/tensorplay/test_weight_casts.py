@@ -111,6 +111,8 @@ CHANGES = {
     "data of another layout": lambda w: setattr(w, "data", w.detach().t()),  # type: ignore[attr-defined]
     "NumPy": lambda w: w.detach().numpy().fill(3.0),  # type: ignore[attr-defined]
     "DLPack": lambda w: tp.from_dlpack(w.detach()).fill_(3.0),  # type: ignore[attr-defined]
+    "data of a row": lambda w: w[0].data.mul_(50.0),  # type: ignore[index]
+    "NumPy of a part": lambda w: w.detach()[100:].numpy().fill(3.0),  # type: ignore[attr-defined]
     "through data": lambda w: w.data.mul_(3),  # type: ignore[attr-defined]
     "detached": lambda w: w.detach().fill_(3.0),  # type: ignore[attr-defined]
 }

@@ -129,6 +129,8 @@ class _Bound:
         return self._bound(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_function", "_bound"):  # a copy asks before it has either
+            raise AttributeError(name)
         return getattr(self._function, name)
 
 

@@ -84,15 +84,38 @@ def watch_explicit_casts() -> None:
     inside of it in which nothing is cast.
     """
     replace_while_open(Place(Tensor, "to", "to"), _keeping)
+    replace_while_open(Place(Tensor, "type_as", "type_as"), _recording)
 
 
 def _keeping(_label: str, function: Any) -> Any:
-    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def cast_by_hand(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_batched(tensor):
+            return _cast_batched_by_hand(function, tensor, *args, **kwargs)
         result = function(tensor, *args, **kwargs)
         if result.requires_grad and CURRENT.kept is not None:
-            source = tensor.dtype
-            if source in _HOOKS and result.dtype != source:
+            source, target = tensor.dtype, result.dtype
+            if source != target and source in _HOOKS and target in _HOOKS:
                 result.grad_fn.add_pre_hook(_HOOKS[source])
         return result
 
-    return functools.update_wrapper(to, function)
+    return functools.update_wrapper(cast_by_hand, function)
+
+
+def _cast_batched_by_hand(function: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Cast what a mapped function casts, where that is all that is asked; TensorPlay itself cannot."""
+    target = next((value for value in args if isinstance(value, tensorplay.DType)), kwargs.get("dtype"))
+    source = tensor.dtype
+    if CURRENT.kept is None or source not in _HOOKS or target not in _HOOKS or source == target:
+        return function(tensor, *args, **kwargs)
+    return cast(tensor, target)
+
+
+def _recording(_label: str, function: Any) -> Any:
+    """Make ``x.type_as(y)`` a cast by ``to``: TensorPlay's has no gradient where dtypes differ."""
+
+    def type_as(tensor: Any, other: Any) -> Any:
+        if CURRENT.kept is None or tensor.dtype not in _HOOKS or other.dtype not in _HOOKS:
+            return function(tensor, other)
+        return tensor.to(other.dtype) if tensor.device.type == other.device.type else function(tensor, other)
+
+    return functools.update_wrapper(type_as, function)

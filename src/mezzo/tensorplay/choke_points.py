@@ -174,7 +174,7 @@ _made = [0]
 def _replace_one(place: Place, wrap: Wrap | None) -> None:
     found = place.namespace[place.name]
     # Somebody else may have put something there since: that is called from the wrapper, and comes back at the end.
-    if found is not place.original:
+    if found is not place.original and found is not place.replacement:
         make = wrap or _beside[place]
         place.original, place.replacement = found, make(place.label, found)
         _made[0] += 1

@@ -27,7 +27,7 @@ _CALLED = {
     ),
     "tensorplay.Tensor": (
         "to dtype device data requires_grad is_leaf grad_fn _version data_ptr numel detach is_inference numpy __array__ "
-        "__dlpack__ shape stride"
+        "__dlpack__ shape stride untyped_storage type_as"
     ),
     "tensorplay.nn.modules.rnn": "_check_attributes",
     "tensorplay.utils": "swap_tensors",

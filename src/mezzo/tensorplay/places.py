@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from functools import cache
 from typing import Any
 
@@ -74,7 +75,10 @@ class Place:
         return f"{owner}.{self.name}"
 
 
-@cache
+_found: dict[str, tuple[Place, ...]] = {}
+_finding = threading.RLock()
+
+
 def places(op: str) -> tuple[Place, ...]:
     """Find every attribute through which an op is called.
 
@@ -88,6 +92,15 @@ def places(op: str) -> tuple[Place, ...]:
         >>> [str(place) for place in places("matmul")][:2]
         ['tensorplay._C.matmul', 'tensorplay.Tensor.matmul']
     """
+    known = _found.get(op)
+    if known is None:
+        # A place is told by what it is, not by what it says, so there must be one alone, whoever asks first.
+        with _finding:
+            known = _found.setdefault(op, _find(op)) if op not in _found else _found[op]
+    return known
+
+
+def _find(op: str) -> tuple[Place, ...]:
     found = [Place(tensorplay._C, op, op)] if op in vars(tensorplay._C) else []
     names = (op, *_OPERATORS.get(op, "").split())
     found += [Place(Tensor, name, op) for name in names if name in vars(Tensor)]

@@ -50,15 +50,15 @@ def _candidates(policy: Policy) -> Iterable[str]:
     """Give the ops that may need an action: those with a rule or repair, and all if there is a rule for unlisted ones."""
     if policy.default is not CastPolicy.FALLTHROUGH:
         return vocabulary(FRAMEWORK).traits
-    return {*policy.ops, *(tables.repairs(FRAMEWORK) if policy.repairs else ())}
+    return {*policy.ops, *((*tables.repairs(FRAMEWORK), *READING_GARBAGE) if policy.repairs else ())}
 
 
 def _action(policy: Policy, op: str, device: str, low: str) -> Action | None:
     action = _of_dtypes(policy, op, device, low)
     if action is not None and op in UPDATING:
         return keeping_statistics(action)
-    if action is not None and op in READING_GARBAGE and policy.repairs:
-        return with_zeros(action)
+    if op in READING_GARBAGE and policy.repairs:
+        return with_zeros(op, action or as_called)
     return action
 
 

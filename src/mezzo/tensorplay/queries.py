@@ -170,8 +170,12 @@ def _region_replacement(instead: Callable[..., Any], _name: str, function: Any) 
 
     def replacement(device: str, *rest: Any) -> Any:
         state = thread_state()
-        if state.depth == 0 or (len(rest) == 1 and not isinstance(rest[0], _Before)):
+        if state.depth == 0:
             return function(device, *rest)
+        if len(rest) == 1 and not isinstance(rest[0], _Before):
+            result = function(device, *rest)
+            state.native_ended(device)
+            return result
         return instead(state, device, *rest)
 
     return functools.update_wrapper(replacement, function)

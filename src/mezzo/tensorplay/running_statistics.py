@@ -44,15 +44,25 @@ def keeping_statistics(action: Action) -> Action:
 
     def act(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*used: Any, **named: Any) -> Any:
-            result = function(*used, **named)
-            pairs = [(args[place], used[place]) for place in _PLACES if place < len(args)]
-            pairs += [(kwargs[name], named[name]) for name in _NAMES if name in kwargs]
+            given: dict[int | str, Any] = {place: args[place] for place in _PLACES if place < len(args)}
+            given |= {name: kwargs[name] for name in _NAMES if name in kwargs}
+            reach: dict[Any, Any] = {**dict(enumerate(used)), **named}
+            taken = {key: _not_narrowed(original, reach[key]) for key, original in given.items()}
+            reach |= taken
+            result = function(*(reach[place] for place in range(len(used))), **{name: reach[name] for name in named})
             with tensorplay.no_grad():
-                for original, cast in pairs:
-                    if cast is not original:
-                        original.copy_(cast)
+                for key, original in given.items():
+                    if taken[key] is not original:
+                        original.copy_(taken[key])
             return result
 
         return action(call, args, kwargs)
 
     return act
+
+
+def _not_narrowed(original: Any, cast: Any) -> Any:
+    """Give the caller's own tensor where it was cast to fewer bits: an average in these would stand still."""
+    if cast is original or original is None:
+        return original
+    return original if original.element_size() > cast.element_size() else cast

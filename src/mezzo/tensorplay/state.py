@@ -113,6 +113,12 @@ class ThreadState(threading.local):
         for name in self._switched_off:
             NATIVE.set_enabled(name, True)
 
+    def native_ended(self, device: str) -> None:
+        """Take down what TensorPlay's own state is once a region of its own, around mezzo's, has ended inside them."""
+        enabled = NATIVE.is_enabled(device)
+        self._switched_off = [name for name in self._switched_off if name != device] + [device] * enabled
+        NATIVE.set_enabled(device, False)
+
     def set(self, device: str, cache_enabled: bool | None = None, **changed: Any) -> None:
         """Change what is in force on one device.
 

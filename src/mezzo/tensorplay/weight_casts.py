@@ -82,9 +82,8 @@ class WeightCasts:
         self._shared.clear()
 
     def never_keep(self, tensor: Any) -> None:
-        """Keep no cast of what is where a tensor is: its memory can be written to unseen."""
-        if tensor.numel() >= SMALLEST:
-            self._shared.add(tensor.data_ptr())
+        """Keep no cast of what is where a tensor is, or a view of it: its memory can be written to unseen."""
+        self._shared.add(tensor.untyped_storage().data_ptr())
 
     def take(self, weight: Any, dtype: Any, label: str) -> Any:
         """Cast a weight, or use the cast that is kept.
@@ -97,16 +96,14 @@ class WeightCasts:
         Returns:
             The weight in that dtype; its gradient goes to the weight.
         """
-        pointer = weight.data_ptr()
-        if pointer in self._shared:
+        if weight.untyped_storage().data_ptr() in self._shared:
             return cast(weight, dtype)
         if weight.is_inference() or tensorplay.autograd.is_inference_mode_enabled():
             return cast(weight, dtype)  # such tensors count no versions, and must not be found by a training pass
         key = (id(weight), label)
-        state = weight._version, pointer, tuple(weight.shape), tuple(weight.stride())
+        state = weight._version, weight.data_ptr(), tuple(weight.shape), tuple(weight.stride())
         kept = self._kept.get(key)
-        # What was kept has been handed out, so a program may have changed that too.
-        if kept is not None and kept.weight() is weight and kept.state == state and kept.low._version == kept.version:
+        if kept is not None and kept.weight() is weight and kept.state == state and self._is_untouched(kept):
             low = kept.low
             if weight.requires_grad and tensorplay.is_grad_enabled():
                 return _Use.apply(weight, low)
@@ -115,6 +112,10 @@ class WeightCasts:
         low = result.detach()
         self._kept[key] = _Kept(weakref.ref(weight, lambda _: self._kept.pop(key, None)), state, low, low._version)
         return result
+
+    def _is_untouched(self, kept: _Kept) -> bool:
+        """Say whether a kept cast, which has been handed out, is what it was."""
+        return kept.low._version == kept.version and kept.low.untyped_storage().data_ptr() not in self._shared
 
 
 def is_weight(tensor: Any) -> bool:

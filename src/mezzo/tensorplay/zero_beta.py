@@ -11,33 +11,52 @@ from typing import Any
 import tensorplay
 
 from mezzo.tensorplay.current import Action
+from mezzo.tensorplay.dtypes import KIND, TENSOR
 
 __all__ = ["READING_GARBAGE", "with_zeros"]
 
-READING_GARBAGE = frozenset(("baddbmm", "baddbmm_"))
-"""The ops that do so."""
+_OPERANDS = {"baddbmm": ("batch1", "batch2"), "addbmm": ("batch1", "batch2"), "addr": ("vec1", "vec2")}
+"""The names of what is multiplied."""
+
+READING_GARBAGE = frozenset(name + suffix for name in _OPERANDS for suffix in ("", "_"))
+"""The ops that do so, and those in place."""
 
 
-def with_zeros(action: Action) -> Action:
+def with_zeros(op: str, action: Action) -> Action:
     """Make a call with beta=0 one with zeros in the place of what is to be ignored.
 
     Args:
-        action: What is done with the calls of an op in `READING_GARBAGE`.
+        op: One of `READING_GARBAGE`.
+        action: What is done with its calls.
 
     Returns:
         An action.
     """
 
     def act(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("beta", 1) == 0 and len(args) == 3 and kwargs.get("out") is None:
-            ignored, left, right = args
-            kwargs = {**kwargs, "beta": 1}
-            if function.__name__.endswith("_"):
-                everywhere = tensorplay.ones(ignored.shape, dtype=tensorplay.bool, device=ignored.device)
-                args = (ignored.masked_fill_(everywhere, 0.0), left, right)
-            else:
-                shape = (left.shape[0], left.shape[1], right.shape[2])
-                args = (tensorplay.zeros(shape, dtype=ignored.dtype, device=ignored.device), left, right)
+        if "self" in kwargs and not args:  # as the public function of `addr` calls it
+            args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
+        if kwargs.get("beta", 1) == 0 and args and KIND[type(args[0])] == TENSOR:
+            zeros = _zeros(op, args, kwargs)
+            if zeros is not None:
+                args, kwargs = (zeros, *args[1:]), {**kwargs, "beta": 1}
         return action(function, args, kwargs)
 
     return act
+
+
+def _zeros(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """Make the zeros; None for a call that the op will refuse."""
+    ignored = args[0]
+    if op.endswith("_"):
+        everywhere = tensorplay.ones(ignored.shape, dtype=tensorplay.bool, device=ignored.device)
+        return ignored.masked_fill_(everywhere, 0.0)
+    plain = op.removesuffix("_")
+    operands = [*args[1:], *(kwargs[name] for name in _OPERANDS[plain] if name in kwargs)]
+    rank = 1 if plain == "addr" else 3
+    if [KIND[type(value)] for value in operands] != [TENSOR] * 2 or any(value.dim() != rank for value in operands):
+        return None
+    left, right = operands
+    shape = (left.shape[0], right.shape[0]) if rank == 1 else (left.shape[1], right.shape[2])
+    batch = (left.shape[0],) if plain == "baddbmm" else ()
+    return tensorplay.zeros((*batch, *shape), dtype=ignored.dtype, device=ignored.device)
