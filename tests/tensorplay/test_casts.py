@@ -88,6 +88,20 @@ def test_a_banned_op_raises_with_advice() -> None:
             tp.nn.functional.binary_cross_entropy(x, x)
 
 
+@pytest.mark.parametrize("op", ["max_pool2d", "layer_norm", "index_add_"])
+def test_no_repair_gets_around_a_ban(op: str) -> None:
+    low, wide = tp.ones(1, 1, 2, 2, dtype=tp.bfloat16), tp.ones(1, 1, 2, 2)
+    call = {
+        "max_pool2d": lambda x: tp.nn.functional.max_pool2d(x, 2),
+        "layer_norm": lambda x: tp.nn.functional.layer_norm(x, (2,), tp.ones(2)),  # low beside float32
+        "index_add_": lambda x: (x * 1).index_add_(0, tp.tensor([0]), wide),
+    }[op]
+    with mt.autocast("cpu", policy=Policy("strict", {op: "banned_lower_precision"}, framework="tensorplay")):
+        call(wide)
+        with pytest.raises(BannedOpError, match=f"{op} is banned for inputs in lower precision"):
+            call(low)
+
+
 # Where an op is called
 
 

@@ -231,6 +231,16 @@ def test_what_beta_zero_says_to_ignore_is_ignored(op: str, how: str, policy: str
             assert distance(found, product * 0.5) <= 8 * ROUNDING[str(half).split(".")[-1]]
 
 
+def test_a_call_that_is_refused_leaves_what_it_was_to_write_to() -> None:
+    target = tensorplay.ones(2, 4, 4, dtype=tensorplay.bfloat16)
+    banned = Policy("strict", {"baddbmm_": "banned"}, framework="tensorplay")
+    with mt.autocast("cpu"), pytest.raises((RuntimeError, ValueError)):
+        target.baddbmm_(tensorplay.ones(2, 4, 3).to(target.dtype), tensorplay.ones(2, 4, 4).to(target.dtype), beta=0)
+    with mt.autocast("cpu", policy=banned), pytest.raises(RuntimeError, match="baddbmm_ is banned"):
+        target.baddbmm_(target, target, beta=0)
+    assert bool((target == 1).all())
+
+
 def test_operands_of_a_wrong_shape_get_the_ops_own_error() -> None:
     def message() -> str:
         with pytest.raises((RuntimeError, ValueError, IndexError, TypeError)) as caught:

@@ -24,10 +24,10 @@ from mezzo.tensorplay.dtypes import (
     SEQUENCE,
     TENSOR,
     dtype_name,
+    dtypes_in,
     eligible_dtypes,
     float_bits,
     named_dtype,
-    widest_name,
 )
 from mezzo.tensorplay.weight_casts import is_weight
 
@@ -162,7 +162,7 @@ def _banned(op: str, *, always: bool) -> Action:
     }.get(op, "")
 
     def act(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if always or widest_name((args, kwargs), "", None) in LOW:
+        if always or not LOW.keys().isdisjoint(dtypes_in(args, kwargs)):
             when = "" if always else " for inputs in lower precision"
             msg = (
                 f"{op} is banned{when} by the policy of this region.{advice} To allow it, override the rule, such as "

@@ -5,14 +5,12 @@ Each look at ``tensor.dtype`` makes a new object and each comparison is a call, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorplay
 from tensorplay import Tensor
 from tensorplay.nn import Parameter
-
-from mezzo.decision import widest
 
 __all__ = [
     "DTYPE_SETS",
@@ -27,11 +25,9 @@ __all__ = [
     "dtypes_in",
     "eligible_dtypes",
     "float_bits",
-    "float_name",
     "floats",
     "named_dtype",
     "tensors_in",
-    "widest_name",
 ]
 
 FLOAT32: Any = tensorplay.float32
@@ -89,10 +85,6 @@ def dtype_name(dtype: Any) -> str:
     return _NAMES.get(dtype) or str(dtype).rpartition(".")[2]
 
 
-float_name: Callable[[Any], str | None] = _NAMES.get
-"""Names a floating dtype of 16 bits or more; None for others."""
-
-
 def named_dtype(name: str) -> Any:
     """Give the dtype of a name: float64, float32, bfloat16 or float16."""
     return _FLOATS[name]
@@ -125,40 +117,34 @@ def tensors_in(value: Any) -> Iterator[Any]:
             yield from tensors_in(item)
 
 
-def floats(value: Any, device: str | None = None) -> list[str]:
+def floats(value: Any) -> list[str]:
     """Name the dtypes of the floating tensors among a call's arguments, float64 included.
 
     Args:
         value: The arguments.
-        device: Only tensors on this device type; None for all.
 
     Returns:
         Dtype names, in order.
     """
-    return [
-        name
-        for tensor in tensors_in(value)
-        if (name := _NAMES.get(tensor.dtype)) is not None and (device is None or tensor.device.type == device)
-    ]
+    return [name for tensor in tensors_in(value) if (name := _NAMES.get(tensor.dtype)) is not None]
 
 
 _BITS = {dtype: 1 << index for index, dtype in enumerate(_FLOATS.values())}
 DTYPE_SETS = tuple(frozenset(name for index, name in enumerate(_FLOATS) if bits >> index & 1) for bits in range(16))
 
 
-def dtypes_in(args: Iterable[Any], kwargs: dict[str, Any], device: str | None = None) -> frozenset[str]:
+def dtypes_in(args: Iterable[Any], kwargs: dict[str, Any]) -> frozenset[str]:
     """Name the floating dtypes among a call's arguments, each once, at less cost than `floats`.
 
     Args:
         args: The positional arguments.
         kwargs: The keyword arguments.
-        device: Only tensors on this device type; None for all.
 
     Returns:
         Dtype names; always the same object for the same ones.
     """
-    bits = float_bits(args, device)
-    return DTYPE_SETS[bits | float_bits(kwargs.values(), device) if kwargs else bits]
+    bits = float_bits(args)
+    return DTYPE_SETS[bits | float_bits(kwargs.values()) if kwargs else bits]
 
 
 def float_bits(values: Iterable[Any], device: str | None = None) -> int:
@@ -177,17 +163,3 @@ def float_bits(values: Iterable[Any], device: str | None = None) -> int:
         elif kind == SEQUENCE:
             bits |= float_bits(value, device)
     return bits
-
-
-def widest_name(value: Any, low: str, device: str | None) -> str | None:
-    """Name the dtype to which the ``promote`` policy casts; None if no tensor is eligible.
-
-    Args:
-        value: The arguments of a call.
-        low: The region's dtype, by name.
-        device: Only tensors on this device type; None for all.
-
-    Returns:
-        A dtype name.
-    """
-    return widest(floats(value, device), low)

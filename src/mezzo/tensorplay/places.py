@@ -7,6 +7,7 @@ hold a function of ``_C`` under a name of their own, and a few functions do in P
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 from functools import cache
@@ -96,8 +97,19 @@ def places(op: str) -> tuple[Place, ...]:
     if known is None:
         # A place is told by what it is, not by what it says, so there must be one alone, whoever asks first.
         with _finding:
-            known = _found.setdefault(op, _find(op)) if op not in _found else _found[op]
+            if op not in _found:
+                _found[op] = _find(op)
+            known = _found[op]
     return known
+
+
+def _after_fork() -> None:
+    """Begin with a new lock in a child process: who held the old one is not there."""
+    global _finding  # noqa: PLW0603 - as above
+    _finding = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find(op: str) -> tuple[Place, ...]:
@@ -117,9 +129,10 @@ def _compositions(op: str) -> list[Place]:
     for spelling, prefix, module in _FUNCTIONS:
         name = op.removeprefix(prefix)
         function = vars(module).get(name) if op.startswith(prefix) else None
-        checks = module is tensorplay.linalg and inspect.isfunction(function) and name not in _REFUSING_LOW
+        checks = module is tensorplay.linalg and inspect.isfunction(function)
         alias = aliases.get(spelling + name)
-        if function is not None and (checks or (alias is not None and not alias.ops and name not in _REFUSING_LOW)):
+        composed = alias is not None and not alias.ops
+        if function is not None and name not in _REFUSING_LOW and (checks or composed):
             found.append(Place(module, name, op))
     return found
 

@@ -29,6 +29,10 @@ DEVICES = ("cpu", "cuda")
 """The device types for which TensorPlay has autocast."""
 
 
+_BANS = (CastPolicy.BANNED, CastPolicy.BANNED_LOWER_PRECISION)
+"""Rules that a repair must not get around."""
+
+
 @lru_cache(maxsize=256)
 def plan_for(policy: Policy, device: str, low: str) -> Plan:
     """Give what a policy does with each op.
@@ -57,14 +61,14 @@ def _action(policy: Policy, op: str, device: str, low: str) -> Action | None:
     action = _of_dtypes(policy, op, device, low)
     if action is not None and op in UPDATING:
         return keeping_statistics(action)
-    if op in READING_GARBAGE and policy.repairs:
+    if op in READING_GARBAGE and policy.repairs and policy.rule_of(op, low) not in _BANS:
         return with_zeros(op, action or as_called)
     return action
 
 
 def _of_dtypes(policy: Policy, op: str, device: str, low: str) -> Action | None:
     rule = CastPolicy(policy.rule_of(op, low))
-    if not policy.repairs or op not in tables.repairs(FRAMEWORK) or rule is CastPolicy.BANNED:
+    if not policy.repairs or op not in tables.repairs(FRAMEWORK) or rule in _BANS:
         return action_for(rule, op, device, low)
     lacks = tables.lacking(FRAMEWORK).get(op, frozenset())
     if rule is CastPolicy.LOWER_PRECISION_FP and low in lacks:

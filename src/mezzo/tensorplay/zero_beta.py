@@ -46,17 +46,21 @@ def with_zeros(op: str, action: Action) -> Action:
 
 
 def _zeros(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """Make the zeros; None for a call that the op will refuse."""
-    ignored = args[0]
-    if op.endswith("_"):
-        everywhere = tensorplay.ones(ignored.shape, dtype=tensorplay.bool, device=ignored.device)
-        return ignored.masked_fill_(everywhere, 0.0)
-    plain = op.removesuffix("_")
+    """Make the zeros, in place after a look at the shapes; None for a call that the op will refuse."""
+    ignored, plain = args[0], op.removesuffix("_")
     operands = [*args[1:], *(kwargs[name] for name in _OPERANDS[plain] if name in kwargs)]
     rank = 1 if plain == "addr" else 3
     if [KIND[type(value)] for value in operands] != [TENSOR] * 2 or any(value.dim() != rank for value in operands):
         return None
-    left, right = operands
-    shape = (left.shape[0], right.shape[0]) if rank == 1 else (left.shape[1], right.shape[2])
-    batch = (left.shape[0],) if plain == "baddbmm" else ()
-    return tensorplay.zeros((*batch, *shape), dtype=ignored.dtype, device=ignored.device)
+    left, right = (tuple(value.shape) for value in operands)
+    if rank == 3 and (left[0] != right[0] or left[2] != right[1]):
+        return None
+    shape: tuple[int, ...] = (left[0], right[0]) if rank == 1 else (left[1], right[2])
+    if plain == "baddbmm":
+        shape = (left[0], *shape)
+    if op == plain:
+        return tensorplay.zeros(shape, dtype=ignored.dtype, device=ignored.device)
+    if tuple(ignored.shape) != shape:
+        return None
+    everywhere = tensorplay.ones(shape, dtype=tensorplay.bool, device=ignored.device)
+    return ignored.masked_fill_(everywhere, 0.0)
