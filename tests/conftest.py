@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,19 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_tokens(request: pytest.FixtureRequest) -> None:
+    """Give a module that compiles all tokens: the files that a process runs use more policies than it may compile under."""
+    source = Path(request.module.__file__).read_text(encoding="utf-8")
+    if find_spec("torch") and any(word in source for word in ("torch.compile", "torch.export", "make_fx")):
+        import torch
+
+        from mezzo.torch.tokens import start_over
+
+        torch.compiler.reset()
+        start_over()
 
 
 @pytest.fixture(autouse=True)

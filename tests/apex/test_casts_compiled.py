@@ -20,16 +20,8 @@ from mezzo.apex.amp.registered import (
     register_half_function,
     take_registrations,
 )
-from mezzo.torch.tokens import start_over
 
 low_dtypes = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_tokens() -> None:
-    """Give these tests all tokens: a suite uses more policies than code can be compiled under."""
-    torch.compiler.reset()
-    start_over()
 
 
 @pytest.fixture(autouse=True)

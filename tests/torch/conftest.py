@@ -1,11 +1,8 @@
-"""What the tests of compiled code rely on, and the garbage collections that many tests ask for made short."""
+"""The garbage collections that many tests ask for made short."""
 
 from __future__ import annotations
 
 import gc
-
-import pytest
-import torch
 
 
 def pytest_collection_finish() -> None:
@@ -16,13 +13,3 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_tokens(request: pytest.FixtureRequest) -> None:
-    """Give a module that compiles all tokens: the suite uses more policies than code can be compiled under."""
-    if "compil" in request.module.__name__ or "export" in request.module.__name__:
-        from mezzo.torch.tokens import start_over
-
-        torch.compiler.reset()
-        start_over()
