@@ -16,15 +16,15 @@ SLOW = """
 examples/test_examples.py
 packaging/test_documents.py
 torch/test_accelerator_suite.py
+apex/test_scripts.py
 examples/test_apex_examples.py
 torch/test_agreement_opinfo.py
 test_tensorplay_suite.py
 test_tensorplay_folders.py
-apex/test_scripts.py
-benchmarks/test_apex_front.py
 torch/test_compile_tokens.py
 demo/test_demo_training.py
 demo/test_demo_jax.py
+benchmarks/test_apex_front.py
 torch/scaler_parts/test_scaler_compile.py
 torch/test_register_accelerator.py
 torch/scaler/test_parity.py

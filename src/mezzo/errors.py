@@ -97,6 +97,21 @@ class NonFiniteNormError(MezzoError, RuntimeError):
     """Gradients were to be clipped whose norm is not finite, and the caller had asked for an error."""
 
 
+class NonFiniteError(MezzoError, FloatingPointError):
+    """An op gave NaN or Inf though what went in was finite, and the user asked for that to be an error.
+
+    Attributes:
+        found: What is known of it, a `mezzo.nonfinite_report.NonFiniteOp`; None if the error was made without.
+    """
+
+    def __init__(self, message: str, found: object = None) -> None:
+        super().__init__(message)
+        self.found = found
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, object]]:
+        return type(self), (str(self), self.found)
+
+
 class PreparationError(MezzoError, RuntimeError, ValueError):
     """A model or optimizer cannot be prepared for low-precision parameters, or cannot be worked with once it is."""
 

@@ -1,75 +1,43 @@
 """The report of what mixed precision did: records, their sums, findings, as a table of text and as data.
 
-No framework and no terminal library: `mezzo.jax.explain` fills it in, and other adapters can.
+No framework and no terminal library: `mezzo.torch.explain` and `mezzo.jax.explain` fill it in, and other adapters can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from .report_findings import Finding, Residuals
+from .report_modules import ModuleTotals, module_tree
+from .report_ops import DtypeTotals, OpTotals, totals_by_dtype, totals_by_op
 from .report_records import Cast, OpRecord, SourceLine
+from .report_regions import Region
+from .report_saving import save_report
 from .report_text import report_text, table_text
 from .report_totals import DotCount, Totals
+from .report_where import condition
 
-__all__ = ["Cast", "DotCount", "Finding", "OpRecord", "Region", "Report", "Residuals", "SourceLine", "Totals"]
+__all__ = [
+    "Cast",
+    "DotCount",
+    "DtypeTotals",
+    "Finding",
+    "ModuleTotals",
+    "OpRecord",
+    "OpTotals",
+    "Region",
+    "Report",
+    "Residuals",
+    "SourceLine",
+    "Totals",
+]
 
-
-@dataclass(frozen=True)
-class Region:
-    """One application of autocast.
-
-    Attributes:
-        name: What it was applied to.
-        settings: How: the dtype, the policy, and the options that differ from their defaults, as text.
-        records: What happened to each op, in the order of the program.
-        findings: What the user may not expect.
-        residuals: What is kept for the backward pass; None where that has no meaning.
-        count: How often the same was seen: applied in several places, or traced several times. The totals count it once.
-
-    Example:
-        >>> Region("loss", {"dtype": "bfloat16"}).totals.ops
-        0
-    """
-
-    name: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    records: tuple[OpRecord, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    residuals: Residuals | None = None
-    count: int = 1
-
-    def __hash__(self) -> int:
-        """Hash what is hashable of it; equal regions have equal names and records."""
-        return hash((self.name, self.records))
-
-    def __post_init__(self) -> None:
-        """Keep the settings from being changed."""
-        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
-
-    @property
-    def totals(self) -> Totals:
-        """What its records add up to."""
-        return Totals.of(self.records)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Give it as plain data that JSON can hold.
-
-        Returns:
-            ``name``, ``count``, ``settings``, ``totals``, ``residuals``, ``warnings`` and ``ops``.
-        """
-        return {
-            "name": self.name,
-            "count": self.count,
-            "settings": dict(self.settings),
-            "totals": self.totals.as_dict(),
-            "residuals": self.residuals.as_dict() if self.residuals else None,
-            "warnings": [finding.as_dict() for finding in self.findings],
-            "ops": [record.as_dict() for record in self.records],
-        }
+FORMAT = 1
+"""The number of the layout of the data that `Report.as_dict` gives."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +99,21 @@ class Report:
         """Matrix products and convolutions of all regions by dtypes, the most frequent first."""
         return self.totals.dots
 
+    @property
+    def modules(self) -> ModuleTotals:
+        """What the records add up to in each module: a tree, of which the root holds all. Added up anew at each look."""
+        return module_tree(self.records, separator="." if self.framework == "torch" else "/")
+
+    @property
+    def by_op(self) -> tuple[OpTotals, ...]:
+        """What the records add up to for each op, the most frequent first. Added up anew at each look."""
+        return totals_by_op(self.records)
+
+    @property
+    def by_dtype(self) -> Mapping[str, DtypeTotals]:
+        """Dtype to the ops that ran in it, those with a rule and the others apart. Added up anew at each look."""
+        return totals_by_dtype(self.records)
+
     def where(
         self,
         *,
@@ -139,6 +122,8 @@ class Report:
         reason: str | None = None,
         dtype: str | None = None,
         path: str | None = None,
+        module: str | None = None,
+        phase: str | None = None,
         source: str | None = None,
         region: str | None = None,
         dot: bool | None = None,
@@ -152,6 +137,8 @@ class Report:
             reason: A part of the reason.
             dtype: A dtype among those that were used or given.
             path: A part of the path, joined with ``/``.
+            module: A module's whole name; what is in it or in a module inside it meets this.
+            phase: The phase, such as ``"backward"``.
             source: A part of ``file:line``.
             region: The region's name.
             dot: Whether it is a matrix product or convolution.
@@ -164,19 +151,11 @@ class Report:
             >>> Report("loss", "jax").where(op="exp", changed=True).records
             ()
         """
-        conditions = {"op": op, "rule": rule, "dot": dot, "changed": changed}
-        exact = {name: wanted for name, wanted in conditions.items() if wanted is not None}
-
-        def fits(record: OpRecord) -> bool:
-            return (
-                all(getattr(record, name) == wanted for name, wanted in exact.items())
-                and (dtype is None or dtype in record.used + record.gave)
-                and _has(reason, record.reason)
-                and _has(path, "/".join(record.path))
-                and _has(source, f"{record.source.file}:{record.source.line}" if record.source else "")
-            )
-
-        chosen = [_narrowed(one, [*filter(fits, one.records)]) for one in self.regions if region in (None, one.name)]
+        fits = condition(
+            {"op": op, "rule": rule, "phase": phase, "dot": dot, "changed": changed}
+            | {"reason": reason, "path": path, "source": source, "dtype": dtype, "module": module}
+        )
+        chosen = [one.narrowed([*filter(fits, one.records)]) for one in self.regions if region in (None, one.name)]
         return replace(self, regions=tuple(one for one in chosen if one.records))
 
     def table(self, *, width: int = 100, rows: int | None = None) -> str:
@@ -203,27 +182,40 @@ class Report:
         """Give the whole report as plain data that JSON can hold.
 
         Returns:
-            ``title``, ``framework``, ``totals``, ``notes`` and ``regions``.
+            ``format``, ``title``, ``framework``, ``totals``, ``notes``, ``modules``, ``by_op``, ``by_dtype`` and
+            ``regions``. ``format`` is a number: later versions of mezzo may add keys to the data of a format, and take away
+            or change none.
         """
         return {
+            "format": FORMAT,
             "title": self.title,
             "framework": self.framework,
             "totals": self.totals.as_dict(),
             "notes": list(self.notes),
+            "modules": self.modules.as_dict(),
+            "by_op": [one.as_dict() for one in self.by_op],
+            "by_dtype": [one.as_dict() for one in self.by_dtype.values()],
             "regions": [region.as_dict() for region in self.regions],
         }
 
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write it to a file, as the file's name ends.
+
+        Args:
+            path: The file: ``.json`` for the data of `as_dict`, ``.html`` for one page that needs no network, ``.txt`` for
+                the text with the whole table. An older file of the name is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: The name ends otherwise. Nothing is written.
+            OSError: The file cannot be written.
+
+        In the JSON, floats that are not finite are the strings ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``. Safe in
+        threads and processes that write to different files.
+        """
+        return save_report(self, path)
+
     def __str__(self) -> str:
         return report_text(self, width=100, rows=80)
-
-
-def _has(part: str | None, text: str) -> bool:
-    return part is None or part in text
-
-
-def _narrowed(region: Region, records: list[OpRecord]) -> Region:
-    if len(records) == len(region.records):
-        return region
-    lines = {record.source for record in records}
-    findings = tuple(finding for finding in region.findings if finding.source in lines)
-    return replace(region, records=tuple(records), findings=findings)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from .report_numbers import Numbers
+
 __all__ = ["Cast", "OpRecord", "SourceLine", "itemsize"]
 
 _BITS = {
@@ -40,6 +42,10 @@ def itemsize(dtype: str) -> float:
         if dtype.startswith(start):
             return bits / 8
     return _BITS.get(dtype, 0) / 8
+
+
+def _elements(shape: tuple[int | str, ...]) -> int:
+    return math.prod(size for size in shape if isinstance(size, int))
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +129,12 @@ class OpRecord:
         times: How often it runs in one call, such as the length of the loop it is in; None if the program decides while
             it runs.
         phase: The pass it belongs to: ``"forward"``, or what else the adapter tells apart.
+        kept: Which operands came by a cast that was made earlier and kept, from 0: ``came`` is what the kept cast was made
+            from, and no cast was made now.
+        operands: What the operands are called: a parameter's name, empty where there is none. No entry at all, or one for
+            each.
+        rank: The rank of the process in its group; None if there is no group.
+        numbers: How large its results are, and what of them a lower precision would lose; None if that was not asked for.
 
     Raises:
         ValueError: ``came``, ``used`` and ``shapes_in`` have not the same length, or ``gave`` and ``shapes_out`` have not.
@@ -153,6 +165,10 @@ class OpRecord:
     encloses: bool = False
     times: int | None = 1
     phase: str = "forward"
+    kept: tuple[int, ...] = ()
+    operands: tuple[str, ...] = ()
+    rank: int | None = None
+    numbers: Numbers | None = None
     key: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -175,10 +191,16 @@ class OpRecord:
         """The casts that mezzo put in front of it."""
         pairs = zip(self.came, self.used, self.shapes_in, strict=True)
         return tuple(
-            Cast(operand, came, used, math.prod(size for size in shape if isinstance(size, int)))
+            Cast(operand, came, used, _elements(shape))
             for operand, (came, used, shape) in enumerate(pairs)
-            if came != used
+            if came != used and operand not in self.kept
         )
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of its results."""
+        pairs = zip(self.gave, self.shapes_out, strict=True)
+        return sum(math.ceil(itemsize(dtype) * _elements(shape)) for dtype, shape in pairs)
 
     @property
     def changed(self) -> bool:
@@ -221,6 +243,11 @@ class OpRecord:
             "encloses": self.encloses,
             "times": self.times,
             "phase": self.phase,
+            "kept": list(self.kept),
+            "operands": list(self.operands),
+            "rank": self.rank,
+            "numbers": self.numbers.as_dict() if self.numbers else None,
+            "bytes_written": self.bytes_written,
             "casts": len(casts),
             "cast_bytes": sum(cast.bytes_read + cast.bytes_written for cast in casts),
         }

@@ -10,11 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from .running import SCRIPTS, STAND_IN, output, python
+from tests.programs import run_python
+
+from .running import SCRIPTS, STAND_IN, python
 
 IMAGENET, DCGAN, DISTRIBUTED = (
     SCRIPTS / f"{name}.py" for name in ("imagenet_style", "dcgan_style", "distributed_data_parallel")
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_dtype_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEZZO_APEX_DTYPE", raising=False)
+
+
+def output(*arguments: str | Path) -> str:
+    """Run a script with the stand-in, see that it ends well and says nothing on stderr, and give what it printed."""
+    done = run_python([*STAND_IN, *map(str, arguments)])
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
 
 
 def numbers(text: str, what: str) -> list[float]:

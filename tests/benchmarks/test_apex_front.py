@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from benchmarks.cases import Case, select
 from benchmarks.pairing import Side
-from benchmarks.rounds import Worker
+
+from tests.programs import run_python
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -21,14 +21,17 @@ CASES = select(["apex"])
 
 
 def probed(case: Case) -> list[tuple[str, float]]:
+    """Ask a worker of each side what it computes, and let it run once."""
     sides: tuple[Side, ...] = ("mezzo", "torch")
-    with ExitStack() as stack:
-        workers = [stack.enter_context(closing(Worker(side))) for side in sides]
-        for worker in workers:
-            worker.tell({"case": case.name, "side": worker.side, "clock": "wall"})
-        found = [tuple(worker.hear()["probe"]) for worker in workers]
-        for worker in workers:
-            assert worker.run(1) > 0.0
+    found = []
+    for side in sides:
+        requests = ({"case": case.name, "side": side, "clock": "wall"}, {"run": 1, "side": side})
+        lines = "".join(f"{json.dumps(request)}\n" for request in requests)
+        done = run_python(["-m", "benchmarks.worker"], ROOT, text=lines)
+        assert done.returncode == 0, done.stderr
+        built, ran = map(json.loads, done.stdout.splitlines())
+        found.append(tuple(built["probe"]))
+        assert ran["seconds"] > 0.0
     return found
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 from .test_examples import EXAMPLES, run
 
@@ -47,19 +47,12 @@ UNCHANGED = {
 """Arguments of `python -m mezzo.apex` to a pattern. The scripts import `apex`."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are small, and threads would mostly wait for each other."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def run_unchanged(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the scripts that import `apex` itself."""
     for path in APEX.glob("*.py"):
         text = path.read_text(encoding="utf-8").replace("from mezzo.apex", "from apex")
         (folder / path.name).write_text(text, encoding="utf-8")
-    command = [sys.executable, "-W", "error", "-m", "mezzo.apex", *arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
+    return run_python(["-m", "mezzo.apex", *arguments], folder)
 
 
 @pytest.mark.parametrize(("name", "lines"), EXPECTED.items(), ids=EXPECTED)

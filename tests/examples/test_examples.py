@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.programs import COMPILER, run_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -41,6 +41,8 @@ EXPECTED = {
     r"rule for gelu: fallthrough, now fp32\nbfloat16, new rule +2\.\d+ -> 0\.\d+ +bfloat16 +float32 ",
     "torch_scaler_watch.py": r"(?s)(\d\d) of 30 steps made, \1 by .* lowered 2 times.*  0\.weight: 4096 NaN, 0 Inf of 4096"
     r".*5 steps of SGD in a row were skipped .*2\.bias: 10 NaN",
+    "torch_scaler_history.py": r"(?s)amp/skipped at step 0\n.*amp/skipped at step 40\n.*180 numbers told of 60 steps; last "
+    r"loss [01]\.\d+\n.*  step  0: 2\*\*22\n.*picture of \d+ kB in scale\.png",
     "jax_mlp.py": r"(?s)autocast +0\.0\d+ +9\d\.\d% +float32\n.*bfloat16 x bfloat16 -> bfloat16\n.*dot_general +lower_prec",
     "jax_transformer_scan.py": r"(?s)autocast +last loss 0\.\d+, accuracy 9\d\.\d%\ngradients off by \d\.\d%, "
     r"at most 5% .*\nbfloat16 x bfloat16 -> bfloat16: 8, run 20 times",
@@ -71,14 +73,16 @@ EXPECTED = {
 """Name of the script to a pattern of the line that matters."""
 
 
-def run(name: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as a reader does, who has not asked XLA for eight devices, as the tests have.
+OWN_PROCESS = {"torch_policy.py", "jax_mlp.py"}
+"""Scripts that a process of their own runs: one of PyTorch's and one of JAX's, on top of those that need it."""
 
-    XLA optimizes nothing: most of the time would be LLVM's.
-    """
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+def run(name: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as a reader does, with warnings as errors."""
+    script = EXAMPLES / name
+    tensorplay = script.name.startswith("tensorplay_")
+    compiles = COMPILER.search(script.read_text(encoding="utf-8")) is not None
+    return run_python([str(script)], own=tensorplay or compiles or name in OWN_PROCESS)
 
 
 @pytest.mark.parametrize(("name", "line"), EXPECTED.items(), ids=EXPECTED)

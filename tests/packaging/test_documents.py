@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shlex
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.programs import COMPILER, run_python
 
 from .docstrings import WITH_DOCTESTS, assert_examples_are_true
 from .documents import (
@@ -27,24 +28,17 @@ from .public_names import IMPORT_TENSORPLAY
 
 EXECUTED = [document for document in DOCUMENTS if any(block.language == "python" for block in blocks(document))]
 
+# TensorPlay must not meet PyTorch, which the others find imported.
+OWN_PROCESS = re.compile(rf"{COMPILER.pattern}|tensorplay")
+
 
 def by_name(path: Path) -> str:
     return path.name
 
 
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with warnings as errors, wide enough for every table."""
-    # A reader of the documents has not asked XLA for eight devices, as the tests have; most of the time would be LLVM's.
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    return subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=folder,
-        env={**environment, "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-        check=False,
-    )
+def run(arguments: list[str], folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with warnings as errors, wide enough for every table; what the text shows says in which process."""
+    return run_python(arguments, folder, own=OWN_PROCESS.search(text) is not None, COLUMNS="200")
 
 
 def missing(promised: list[str], printed: list[str]) -> str | None:
@@ -67,7 +61,7 @@ def test_the_python_blocks_of_a_document_run_and_print_what_they_say(document: P
     # Under the document's name, so that a traceback's line numbers are the document's.
     copy = tmp_path / document.name
     copy.write_text(program, encoding="utf-8")
-    done = run([str(copy)], tmp_path)
+    done = run([str(copy)], tmp_path, program)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     printed = [line.strip() for line in done.stdout.splitlines()]
@@ -83,7 +77,7 @@ def test_the_commands_of_a_document_work_and_print_what_it_shows(document: Path,
             words = words[2:]
         if words[0] != "mezzo" or words[1:2] == ["demo"]:  # the demo has tests of its own, and takes its time
             continue
-        done = run(["-m", *words], tmp_path)
+        done = run(["-m", *words], tmp_path, "tensorplay" if "tensorplay" in words else "")
         assert done.returncode == 0, f"{command}: {done.stderr}"
         printed = [line.strip() for line in done.stdout.splitlines()]
         assert missing(shown, printed) is None, f"{command}:\n{done.stdout}"

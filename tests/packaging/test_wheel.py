@@ -50,6 +50,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(names: set[str
     }
     assert {"mezzo/py.typed", "mezzo/tables/torch/cpu.csv", "mezzo/tables/torch/ops.csv"} <= expected
     assert {"mezzo/tables/jax/xla.csv", "mezzo/tables/jax/ops.csv", "mezzo/tables/jax/aliases.csv"} <= expected
+    assert {"mezzo/report_page/page.html", "mezzo/report_page/page.css", "mezzo/report_page/main.js"} <= expected
     information = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - information == expected
     assert [name for name in information if name.endswith("/LICENSE")]
@@ -86,7 +87,10 @@ def test_the_core_works_from_the_wheel_without_any_other_package(wheel: Path, tm
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import mezzo
+from mezzo.report import Report
+from mezzo.report_html import page
 print(mezzo.__version__, mezzo.builtin_policy("unified").rule("F.softmax"), mezzo.__file__)
+assert "reportPage" in page(Report("loss", "jax"))
 """
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-W", "error", "-c", code],

@@ -12,6 +12,8 @@ import mezzo
 from mezzo import tables
 from mezzo.builtin import resolve_policy
 from mezzo.cli.ops_view import explanation_text, ops_table
+from mezzo.cli.run_plan import STEPS, RunScript, plan_of
+from mezzo.cli.script_runner import Target
 from mezzo.errors import MezzoError
 
 __all__ = ["app"]
@@ -104,3 +106,60 @@ def ops(
             console.print(explanation_text(chosen, op, shown), highlight=False, soft_wrap=True)
     except (MezzoError, OSError) as error:
         _fail(error)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})  # options after SCRIPT are the script's
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script; with -m the name of a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets, options included.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Record what mixed precision does to each op. So does a call without options."),
+    ] = False,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Record ranges too, and what float16 and bfloat16 lose.")
+    ] = False,
+    find_nonfinite: Annotated[
+        bool, typer.Option("--find-nonfinite", help="Name the first op that makes NaN or Inf of finite numbers.")
+    ] = False,
+    lint: Annotated[
+        bool, typer.Option("--lint", help="Look for faults in the model's and optimizer's settings.")
+    ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help="Steer the script's torch.autocast regions: a built-in policy, or the path of a .toml file.",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Save the report: a path that ends in .html, .json or .txt.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps", help=f"Record so many steps of an optimizer, or all; by default {STEPS}.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run a PyTorch script as it is, and report on stderr what mixed precision did when it has ended."""
+    try:
+        plan = plan_of(
+            Target(script, tuple(arguments or ()), module),
+            explain=explain,
+            numerics=numerics,
+            find_nonfinite=find_nonfinite,
+            lint=lint,
+            policy=policy,
+            report=report,
+            steps=steps,
+        )
+    except (MezzoError, OSError) as error:
+        _fail(error)
+    raise RunScript(plan)

@@ -11,7 +11,8 @@ that into the threads that run a backward pass: there the region's policy rules 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 
@@ -22,7 +23,7 @@ from mezzo.policy import Policy
 from mezzo.torch.plans import Plan
 from mezzo.torch.tokens import IN_GRAPH, THREAD, Move, Scope, Step, active_on, clear, read, step_to
 
-__all__ = ["NOTHING", "Active", "Found", "Slot", "renew", "slot_for"]
+__all__ = ["NOTHING", "Active", "Found", "Slot", "hear_of_entries", "renew", "slot_for"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -103,6 +104,11 @@ class Slot(threading.local):
             return Active(active.policy, self.observer(active.policy))
         return active
 
+    def _looked_at(self, active: Active) -> Active:
+        for hears in _hearing.entries:
+            hears(active)
+        return active if self.observer is None else Active(active.policy, self.observer(active.policy))
+
     def observe(self, observer: Callable[[Policy], Plan] | None) -> None:
         """Set this thread's observer, or take it away."""
         global _observers  # noqa: PLW0603 - saves every region a look at its thread's state
@@ -140,10 +146,10 @@ class Slot(threading.local):
         thread.scope, moves, back = step
         for function, device, value in moves:
             function(device, value)
-        if _observers and self.observer is not None:
-            active = Active(active.policy, self.observer(active.policy))
+        if _observers:
+            active = self._looked_at(active)
         self.active = active
-        if _in_state or _observers or not step[0].has_own:
+        if _in_state or (_observers and self.observer is not None) or not step[0].has_own:
             self._keep_in_state(active)
         return before, known, back
 
@@ -180,8 +186,38 @@ class Slot(threading.local):
 
 _slots: dict[str, Slot] = {}
 _lock = threading.Lock()
-_observers = 0  # in all threads
+_observers = 0  # in all threads; and who hears of entries
 _in_state = False  # whether anything has been kept in PyTorch's thread state
+
+
+class _Hearing(threading.local):
+    """Who hears of the policies that a thread puts in force."""
+
+    entries: tuple[Callable[[Active], None], ...] = ()
+
+
+_hearing = _Hearing()
+
+
+@contextmanager
+def hear_of_entries(hears: Callable[[Active], None]) -> Iterator[None]:
+    """Call a function with each policy that a region of this thread puts in force, before its first op.
+
+    Args:
+        hears: The function.
+    """
+    global _observers  # noqa: PLW0603 - saves every region a look at its thread's state
+    _hearing.entries = (*_hearing.entries, hears)
+    with _lock:
+        _observers += 1
+    try:
+        yield
+    finally:
+        rest = list(_hearing.entries)
+        rest.remove(hears)
+        _hearing.entries = tuple(rest)
+        with _lock:
+            _observers -= 1
 
 
 def slot_for(device_type: str) -> Slot:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.torch.eager import runs_eagerly
+from mezzo.torch.watch_mode import other_modes
 
 __all__ = [
     "Entry",
@@ -183,7 +184,7 @@ def kept_casts(target: torch.dtype) -> dict[int, Entry] | None:
     Returns:
         The entries by the identity of the weight; None if each cast has to be made anew.
     """
-    if _enabled() and not _modes() and _tracing() is None:
+    if _enabled() and not (_modes() and other_modes()) and _tracing() is None:
         return _thread.casts.get(target)
     return None
 

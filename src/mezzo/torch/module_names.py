@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mezzo.errors import MezzoError, near
 
-__all__ = ["Found", "UnknownModuleError", "find_modules", "named_modules"]
+__all__ = ["Found", "UnknownModuleError", "find_modules", "inner_of", "named_modules"]
 
 
 class UnknownModuleError(MezzoError, LookupError):
@@ -93,7 +93,7 @@ def _walk(module: nn.Module, path: tuple[str, ...], parent: nn.Module | None, ab
     if id(module) in above:  # a module that holds itself
         return
     above = above | {id(module)}
-    wrapped = _wrapped(module)
+    wrapped = inner_of(module)
     if wrapped is not None:
         yield from _walk(wrapped, path, parent, above)
         return
@@ -103,7 +103,8 @@ def _walk(module: nn.Module, path: tuple[str, ...], parent: nn.Module | None, ab
             yield from _walk(child, (*path, name), module, above)
 
 
-def _wrapped(module: nn.Module) -> nn.Module | None:
+def inner_of(module: nn.Module) -> nn.Module | None:
+    """Give the module that a wrapper wraps (DDP, `torch.compile`, FSDP ...); None if this is no wrapper."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
     names = ("module",) if isinstance(module, DataParallel | DistributedDataParallel) else _WRAPPED

@@ -10,13 +10,12 @@ scale moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import ScalerProtocolError, ScalingError
-from mezzo.scaling import LossScaling
+from mezzo.errors import ScalerProtocolError
 from mezzo.torch import clipping
 from mezzo.torch.closures import closure_in, step_with_closure
 from mezzo.torch.contract import decides_itself
@@ -26,7 +25,6 @@ from mezzo.torch.merging import merging, refuse_others
 from mezzo.torch.outputs import scale_nested
 from mezzo.torch.scaler_reports import Reports
 from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
-from mezzo.torch.updating import set_scale_
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -63,7 +61,9 @@ class GradScaler(Reports):
         process_group: Ranks of this group take every decision together. DTensor parameters (FSDP2) need none: the ranks
             of their meshes agree in any case.
         strict: An optimizer without gradients, and `update` without any step, are errors, as in PyTorch.
-        on_overflow: Called with an `Overflow` when a step is skipped.
+        on_overflow: Called with an `Overflow` when a step is skipped. Or ``"explain"``: the iteration after a skipped step
+            is watched as by `mezzo.torch.find_nonfinite`, and if it overflows again, the op is named in the log and in
+            `explanation`.
 
     Raises:
         ScalingError: A number is not allowed.
@@ -101,7 +101,7 @@ class GradScaler(Reports):
         max_nan_backoffs: int | None = 8,
         process_group: ProcessGroup | None = None,
         strict: bool = False,
-        on_overflow: Callable[[Overflow], object] | None = None,
+        on_overflow: Callable[[Overflow], object] | Literal["explain"] | None = None,
     ) -> None:
         numbers = {
             "init_scale": init_scale,
@@ -243,34 +243,12 @@ class GradScaler(Reports):
         """
         if not self._enabled:
             return
-        self._begin("update")
-        self._open.settle()
+        self._begin_update()
         if new_scale is None:
             self._move_scale()
         else:
             self._set_scale(new_scale)
         self._end_iteration()
-
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        scale, _ = self._check_scale_growth_tracker("update")
-        if isinstance(new_scale, Tensor):
-            if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_meta:
-                msg = (
-                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-                    f"requires_grad=False. Got a tensor of shape {tuple(new_scale.shape)} with requires_grad="
-                    f"{new_scale.requires_grad} on {new_scale.device}."
-                )
-                raise ScalingError(msg)
-            if new_scale.device.type != "cpu":
-                set_scale_(scale, new_scale)
-                self._scale_was_set(None)
-                return
-        try:
-            number = LossScaling(init_scale=new_scale).start().scale  # type: ignore[arg-type]
-        except ScalingError as error:
-            raise ScalingError(str(error).replace("init_scale", "new_scale")) from None
-        scale.fill_(number)
-        self._scale_was_set(number)
 
     @runs_eagerly
     def get_scale(self) -> float:
@@ -328,7 +306,10 @@ class GradScaler(Reports):
         scaled, unscaled = self._gradients_of(parameters)
         scale = self._scale_or_one()
         with self._only_clipping():
-            return clipping.clip_norm_(scaled, unscaled, scale, max_norm, norm_type, error_if_nonfinite, foreach)
+            norm = clipping.clip_norm_(scaled, unscaled, scale, max_norm, norm_type, error_if_nonfinite, foreach)
+        for history in self._watched_by:
+            history._take_norm(norm)
+        return norm
 
     @runs_eagerly
     def clip_grad_value_(self, parameters: Parameters, clip_value: float, foreach: bool | None = None) -> None:

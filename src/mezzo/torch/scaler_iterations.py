@@ -10,12 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mezzo.errors import ScalerProtocolError
+from mezzo.errors import ScalerProtocolError, ScalingError
+from mezzo.scaling import LossScaling
 from mezzo.torch.gradients import parameters_of, version_of
 from mezzo.torch.health import LAG
 from mezzo.torch.nonfinite import Overflow, reference_to
+from mezzo.torch.overflow_explaining import OverflowExplainer
 from mezzo.torch.scaler_verdicts import STEPPED, UNSCALED, Left, Verdicts, fresh_state
-from mezzo.torch.updating import Rule, add_up, guarded_update_, update_
+from mezzo.torch.updating import Rule, add_up, guarded_update_, set_scale_, update_
 
 __all__ = ["Iterations"]
 
@@ -24,6 +26,12 @@ _log = logging.getLogger("mezzo.torch.scaler")
 
 class Iterations(Verdicts):
     """A scaler's iterations, without the steps in them."""
+
+    def _begin_update(self) -> None:
+        self._begin("update")
+        self._open.settle()
+        for history in self._watched_by:
+            history._take_scale(self._check_scale_growth_tracker("update")[0])
 
     def _move_scale(self) -> None:
         scale, tracker = self._check_scale_growth_tracker("update")
@@ -78,6 +86,27 @@ class Iterations(Verdicts):
         if late and self._on_overflow is not None:
             self._call_back_late(self._on_overflow)
 
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        scale, _ = self._check_scale_growth_tracker("update")
+        if isinstance(new_scale, Tensor):
+            if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_meta:
+                msg = (
+                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+                    f"requires_grad=False. Got a tensor of shape {tuple(new_scale.shape)} with requires_grad="
+                    f"{new_scale.requires_grad} on {new_scale.device}."
+                )
+                raise ScalingError(msg)
+            if new_scale.device.type != "cpu":
+                set_scale_(scale, new_scale)
+                self._scale_was_set(None)
+                return
+        try:
+            number = LossScaling(init_scale=new_scale).start().scale  # type: ignore[arg-type]
+        except ScalingError as error:
+            raise ScalingError(str(error).replace("init_scale", "new_scale")) from None
+        scale.fill_(number)
+        self._scale_was_set(number)
+
     def _call_back_late(self, on_overflow: Callable[[Overflow], object]) -> None:
         for optimizer, steps in self._history.all():
             if steps.unread:
@@ -118,6 +147,8 @@ class Iterations(Verdicts):
         health.learn(found=found, flags=flags)
 
     def _end_iteration(self) -> None:
+        for history in self._watched_by:
+            history._take_iteration(self._per_optimizer_states.values())
         self._left = [
             (state["optimizer"], left)
             for state in self._per_optimizer_states.values()
@@ -133,6 +164,11 @@ class Iterations(Verdicts):
         self._scaled_now = self._scaled_unseen = False
         self._open.closed()
         self._per_optimizer_states = defaultdict(fresh_state)
+        # At the very end: a callback that raises leaves a scaler that can go on.
+        for history in self._watched_by:
+            history._tell_if_due()
+        if isinstance(self._on_overflow, OverflowExplainer):
+            self._on_overflow.iteration_begins()
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

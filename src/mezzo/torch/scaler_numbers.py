@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo.errors import DeviceError, ScalerProtocolError, ScalingError
 from mezzo.scaling import LossScaling
 from mezzo.torch.eager import runs_eagerly
+from mezzo.torch.overflow_explaining import OverflowExplainer
 
 __all__ = ["Numbers"]
 
@@ -185,6 +186,8 @@ class Numbers(torch.amp.GradScaler):
         memo[id(self)] = twin
         state = self._state_to_keep()
         shared: dict[str, Any] = {name: state.pop(name) for name in ("_process_group", "_on_overflow") if name in state}
+        if isinstance(shared.get("_on_overflow"), OverflowExplainer):
+            shared["_on_overflow"] = OverflowExplainer()
         twin.__setstate__({**copy.deepcopy(state, memo), **shared})
         return twin
 

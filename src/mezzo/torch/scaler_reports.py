@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import ScalingError
+from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.gradients import are_same, parameters_of, versions_of
 from mezzo.torch.nonfinite import NonFinite, count
+from mezzo.torch.overflow_explaining import OverflowExplainer
 from mezzo.torch.scaler_steps import ScalerSteps
 
 __all__ = ["Reports"]
@@ -38,6 +40,12 @@ class Reports(ScalerSteps):
         if news:
             self._check_skipped(optimizer, steps.in_a_row(), None)
         return made
+
+    @property
+    def explanation(self) -> NonFiniteReport | None:
+        """The op that made a step overflow, of a scaler with ``on_overflow="explain"``; None if none is known."""
+        explainer = self._on_overflow
+        return explainer.explanation if isinstance(explainer, OverflowExplainer) else None
 
     @runs_eagerly
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -15,6 +15,7 @@ from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
 from mezzo.torch.gradients import are_same, each_parameter_of, parameters_of, versions_of
 from mezzo.torch.history import Steps
 from mezzo.torch.nonfinite import count
+from mezzo.torch.overflow_explaining import OverflowExplainer
 from mezzo.torch.scaler_unscaling import Unscaling, flags_of, is_capturing
 from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
 from mezzo.torch.updating import add_up
@@ -29,6 +30,8 @@ class ScalerSteps(Unscaling):
     def _begin_step(self, optimizer: torch.optim.Optimizer, *, scaled: bool = True) -> dict[str, Any]:
         if scaled:
             self._begin("step")
+        if isinstance(self._on_overflow, OverflowExplainer):
+            self._on_overflow.step_begins()
         self._open.settle()
         state = self._state_of(optimizer)
         if state["stage"] is STEPPED:
@@ -39,6 +42,9 @@ class ScalerSteps(Unscaling):
             raise ScalerProtocolError(msg)
         if state["stage"] is UNSCALED and self._has_new_gradients(optimizer, state):
             self._unscale(optimizer, state)
+        if scaled or state.get("sum"):  # a closure has no gradients yet
+            for history in self._watched_by:
+                history._take_step(optimizer)
         return state
 
     @runs_itself_eagerly

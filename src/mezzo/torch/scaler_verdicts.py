@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from mezzo.torch.history import History
 from mezzo.torch.nan_rule import NanRule
 from mezzo.torch.nonfinite import Counts, Overflow
 from mezzo.torch.open_gradients import OpenGradients
+from mezzo.torch.overflow_explaining import OverflowExplainer
 from mezzo.torch.scaler_numbers import Numbers
 from mezzo.torch.updating import add_up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from mezzo.torch.scale_history import ScaleHistory
 
 __all__ = ["SCALED", "STEPPED", "UNSCALED", "Verdicts"]
 
@@ -62,7 +65,7 @@ class Verdicts(Numbers):
         max_skipped: int | None,
         process_group: ProcessGroup | None,
         strict: bool,
-        on_overflow: Callable[[Overflow], object] | None,
+        on_overflow: Callable[[Overflow], object] | Literal["explain"] | None,
     ) -> None:
         super().__init__(device, numbers, enabled=enabled)
         self._max_skipped = _checked_max_skipped(max_skipped)
@@ -90,6 +93,7 @@ class Verdicts(Numbers):
         # The optimizers that were stepped before the last update: their gradients are unscaled until more come.
         self._stepped_last: list[Any] = []
         self._nan_rule = NanRule(self._max_nan_backoffs)
+        self._watched_by: list[ScaleHistory] = []
         self._of_this_run = {"_of_this_run", *self.__dict__} - before
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -232,5 +236,7 @@ def _checked_max_skipped(given: object) -> int | None:
 def _checked_callback(given: Any) -> Any:
     if given is None or callable(given):
         return given
-    msg = f"on_overflow must be a function of one argument, an Overflow, or None. Got {given!r}."
+    if given == "explain":
+        return OverflowExplainer()
+    msg = f"on_overflow must be a function of one argument, an Overflow, or 'explain', or None. Got {given!r}."
     raise ScalingError(msg)

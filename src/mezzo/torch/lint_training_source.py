@@ -1,0 +1,170 @@
+"""What the source code of a training loop shows: what is called inside of autocast regions, and in which order."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from mezzo.torch.lint_syntax import called, calls_in, is_autocast, low_cast, receiver
+
+__all__ = ["Function", "functions_in", "training_findings"]
+
+_Found = tuple[str, str, str, ast.expr]
+"""Kind, message, advice, and where."""
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function, or what stands outside of all functions, without the functions and classes inside it.
+
+    Attributes:
+        name: Its name; ``"<module>"`` outside of all.
+        body: Its statements.
+    """
+
+    name: str
+    body: tuple[ast.AST, ...]
+
+    @cached_property
+    def _placed(self) -> list[tuple[ast.AST, bool | None]]:
+        return [pair for statement in self.body for pair in _walk(statement, None)]
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of its nodes, in the order of the text."""
+        return [node for node, _ in self._placed]
+
+    @cached_property
+    def low_nodes(self) -> list[ast.AST]:
+        """Those that are not in a region that is off."""
+        return [node for node, region in self._placed if region is not False]
+
+    @cached_property
+    def region_nodes(self) -> list[ast.AST]:
+        """Those that are in a region that is on."""
+        return [node for node, region in self._placed if region]
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Its calls, in the order in which they end in the text."""
+        found = [node for node in self.nodes if isinstance(node, ast.Call)]
+        return sorted(found, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
+
+
+def _walk(node: ast.AST, region: bool | None) -> Iterator[tuple[ast.AST, bool | None]]:
+    yield node, region
+    if isinstance(node, _SCOPES):
+        return
+    inside = region
+    if isinstance(node, ast.With | ast.AsyncWith):
+        switches = [switch for item in node.items if (switch := is_autocast(item)) is not None]
+        inside = switches[-1] if switches else region
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, inside)
+
+
+def functions_in(tree: ast.AST) -> Iterator[Function]:
+    r"""Go through the functions of a tree, also those inside of others, and what stands outside of all.
+
+    Example:
+        >>> [function.name for function in functions_in(ast.parse("x = 1\ndef f(): pass"))]
+        ['<module>', 'f']
+    """
+    if isinstance(tree, ast.Module):
+        yield Function("<module>", tuple(tree.body))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Function(node.name, tuple(node.body))
+
+
+def training_findings(function: Function, dtype: str) -> Iterator[_Found]:
+    """Look at the calls of a function.
+
+    Args:
+        function: The function.
+        dtype: The lower precision that it is to run in.
+
+    Yields:
+        Kind, message, advice, and the node.
+    """
+    yield from _backward(function)
+    yield from _clips_scaled(function)
+    yield from _low_casts(function)
+    if dtype == "float16":
+        yield from _float16_losses(function)
+
+
+def _backward(function: Function) -> Iterator[_Found]:
+    for node in function.region_nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        grad = called(node) == "grad" and receiver(node).endswith("autograd")
+        if grad or (called(node) == "backward" and receiver(node) not in ("", "super()")):
+            what = ast.unparse(node.func)
+            message = (
+                f"{what} is called inside of an autocast region: autocast chooses the dtypes of the backward ops anew"
+            )
+            yield "backward in region", message, "end the region after the loss, and call it behind the block", node
+
+
+def _clips_scaled(function: Function) -> Iterator[_Found]:
+    scaled = False
+    for call in function.calls:
+        name, on = called(call), receiver(call)
+        if name == "scale" and "scaler" in on.lower():
+            scaled = True
+        elif name in ("unscale_", "step"):
+            scaled = False
+        elif name in _CLIPS and scaled and "scaler" not in on.lower():
+            message = f"{name} is called while the gradients have the scale of the scaler"
+            advice = (
+                "scaler.unscale_(optimizer) before it; mezzo's scaler.clip_grad_norm_(optimizer, max_norm) does both"
+            )
+            yield "scaled gradients clipped", message, advice, call
+
+
+def _low_casts(function: Function) -> Iterator[_Found]:
+    in_region = [node for node in function.region_nodes if isinstance(node, ast.Call)]
+    models = {ast.unparse(call.func) for call in in_region}
+    handed = [argument for call in in_region for argument in (*call.args, *(one.value for one in call.keywords))]
+    inputs = {ast.unparse(argument) for argument in handed}
+    inline = {id(call) for argument in handed for call in calls_in(argument)}
+    for call, names in _casts(function):
+        cast = ast.unparse(call.func).rsplit(".", 1)[-1]
+        if names & models:
+            [name, *_] = sorted(names & models)
+            message = f"{name} is stored in {low_cast(call)} and called under autocast, which casts by itself"
+            advice = f"leave .{cast}() away, or: {name}, optimizer = mezzo.torch.prepare({name}, optimizer)"
+            yield "half model under autocast", message, advice, call
+        elif names & inputs or (id(call) in inline and not names):
+            message = f"{ast.unparse(call)}: an input is cast to {low_cast(call)} before autocast sees it"
+            yield "half input", message, f"hand it over in float32: leave .{cast}() away", call
+
+
+def _casts(function: Function) -> Iterator[tuple[ast.Call, set[str]]]:
+    """Go through the casts to lower precision, with the names that the result has."""
+    named: dict[int, set[str]] = {}
+    for node in function.nodes:
+        if isinstance(node, ast.Assign):
+            named[id(node.value)] = {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            named[id(node.value)] = {receiver(node.value)}
+    for call in function.calls:
+        if low_cast(call):
+            yield call, named.get(id(call), set())
+
+
+def _float16_losses(function: Function) -> Iterator[_Found]:
+    for call in function.calls:
+        name = called(call)
+        loss = name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div")) or name in ("criterion", "loss_fn")
+        if not loss and not (name == "scale" and "scaler" in receiver(call).lower()):
+            continue
+        if any(low_cast(one) == "float16" for argument in call.args for one in calls_in(argument)):
+            message = f"{ast.unparse(call.func)} is given float16: the loss ends at 65504 and has 3 digits"
+            yield "float16 loss", message, "hand float32 over: .float() instead", call

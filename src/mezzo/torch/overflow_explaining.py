@@ -1,0 +1,82 @@
+"""What ``GradScaler(on_overflow="explain")`` does: after a skipped step it watches the next iteration, and tells of it.
+
+The backward pass that overflowed is over when a scaler learns of it. An overflow that has a cause comes again, since the
+scale falls by a half only; one that does not come again needs no explanation. So nothing is watched while all goes well.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from mezzo.nonfinite_report import NonFiniteReport
+from mezzo.torch.find_nonfinite import find_nonfinite
+from mezzo.torch.watch_mode import top_mode
+
+if TYPE_CHECKING:
+    from mezzo.torch.nonfinite import Overflow
+
+__all__ = ["OverflowExplainer"]
+
+_log = logging.getLogger("mezzo.torch.scaler")
+
+
+class OverflowExplainer:
+    """Explains the overflows of one scaler, in the thread that uses it.
+
+    Attributes:
+        explanation: The last report that named an op; None before.
+    """
+
+    def __init__(self) -> None:
+        self.explanation: NonFiniteReport | None = None
+        self._wanted = False
+        self._watch: find_nonfinite | None = None
+        self._ended: find_nonfinite | None = None
+
+    def __call__(self, overflow: Overflow) -> None:
+        """Hear that a step was skipped."""
+        ended, self._ended = self._ended, None
+        if ended is None or ended.first is None:
+            self._wanted = True  # not watched, or not seen: a parameter's gradient was written by hand, say
+            return
+        self._wanted = False
+        self.explanation = ended.report
+        _log.warning(
+            "a step was skipped at scale %g, the %s in a row.\n%s\ngradients: %s",
+            overflow.scale,
+            overflow.skipped_in_a_row,
+            self.explanation.first,
+            overflow.describe(),
+        )
+
+    def iteration_begins(self) -> None:
+        """Begin to watch if the last step was skipped; after `update`."""
+        self._close()
+        self._ended = None
+        # The mode of somebody else's block would be taken off in the place of this one.
+        if self._wanted and self._watch is None and not torch._C._len_torch_dispatch_stack():
+            self._wanted = False
+            self._watch = find_nonfinite()
+            self._watch.__enter__()
+
+    def step_begins(self) -> None:
+        """Stop watching; the backward pass is over."""
+        if self._watch is not None:
+            self._watch.pause()
+            self._ended = self._watch
+            self._close()
+
+    def _close(self) -> None:
+        # A mode that was opened since, and is still open, has to be closed first.
+        if self._watch is not None and top_mode() is self._watch.mode:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+
+    def __reduce__(self) -> tuple[type[OverflowExplainer], tuple[()]]:
+        return type(self), ()
+
+    def __repr__(self) -> str:
+        return "'explain'"
