@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from benchmarks.pairing import Kind
 
-Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside", "prepare", "apex"]
+Workload = Literal["model", "inference", "op", "rule", "enter", "scaler", "beside", "prepare", "apex", "watched"]
 
 MODEL_BOUND = 1.02
 DEFAULT_BOUNDS = {"blocks": 1.10, "encoder-1x32": 1.03, "encoder-4x128": 1.03}
@@ -26,6 +26,11 @@ BESIDE_BOUND = 1.02
 # At least 1.4 times faster.
 KEPT_BOUND = 1 / 1.4
 APEX_BOUND = 1.03
+EXPLAIN_BOUND = 2.0
+FIND_BOUND = 1.5
+HISTORY_BOUND = 1.05
+# 1.00, within what two scalers or two processes differ by anyway.
+UNWATCHED_BOUND = 1.02
 # How many times as fast as its rival a prepared model is, by work, size and rival.
 PREPARE_SPEEDS: dict[str, float | None] = {
     "infer-1x1-autocast": 1.7,
@@ -55,7 +60,7 @@ class Case:
         bound: The promise, in the unit of ``kind`` (differences in seconds); None for information only.
         registers_first: Whether mezzo's process registers kernels before it is measured.
         together: Whether all sides take turns in one process, on the same tensors. Kernels are registered for a whole
-            process, so that what autocasts cannot; a scaler can, and nothing but the scaler differs then.
+            process, so that what autocasts cannot; a scaler and what watches can, and nothing else differs then.
         worker: The module that plays a side.
     """
 
@@ -73,7 +78,7 @@ class Case:
     @property
     def rival_loads_mezzo(self) -> bool:
         """Whether the side under "torch" and its control are mezzo too."""
-        return self.workload == "apex"
+        return self.workload in ("apex", "watched")
 
 
 _MODELS = {
@@ -140,6 +145,26 @@ _APEX: dict[str, float | None] = {
     "O0-many-sgd-none": APEX_BOUND,
     "O1-mlp-sgd-delayed": APEX_BOUND,
     "O1-mlp-sgd-blocks": None,
+}
+
+_STEP = "forward in a region, backward"
+# By tool and what it is held against the same without: which call, and what it may cost.
+_WATCHED: dict[str, tuple[str, float | None]] = {
+    "explain-encoder-1x32": (f"{_MODELS['encoder-1x32']}: {_STEP}; explain(), recording", EXPLAIN_BOUND),
+    "explain-encoder-4x128": (f"{_MODELS['encoder-4x128']}: {_STEP}; explain(), recording", EXPLAIN_BOUND),
+    "find-encoder-1x32": (f"{_MODELS['encoder-1x32']}: {_STEP}; find_nonfinite()", FIND_BOUND),
+    "find-encoder-4x128": (f"{_MODELS['encoder-4x128']}: {_STEP}; find_nonfinite()", FIND_BOUND),
+    "numerics-encoder-1x32": (f"{_MODELS['encoder-1x32']}: {_STEP}; explain(numerics=True), recording", None),
+    "shadow-encoder-1x32": (f"{_MODELS['encoder-1x32']}: {_STEP}; explain(shadow=True), recording", None),
+    "overflow-small-unscale": (
+        f'{_STEPS["small-unscale"]}; GradScaler(on_overflow="explain"), no overflow',
+        UNWATCHED_BOUND,
+    ),
+    "history-small-step": (f"{_STEPS['small-step']}; ScaleHistory(scaler)", HISTORY_BOUND),
+    "before-blocks": (
+        f"{_MODELS['blocks']}: {_STEP}; explain and find_nonfinite used before in the process",
+        UNWATCHED_BOUND,
+    ),
 }
 
 _ENTERING = {"new": "a new region", "again": "one region, entered again"}
@@ -284,6 +309,23 @@ def _apex_title(level: str, net: str, optimizer: str, style: str) -> str:
     return f"{level}; {_NETS[net]}; {_OPTIMIZERS[optimizer]}; {_STYLES[style]}"
 
 
+def _watched_cases() -> list[Case]:
+    return [
+        Case(
+            f"watched-{subject}",
+            title,
+            "watched",
+            subject,
+            "default" if subject.endswith(tuple(_MODELS)) else None,
+            "ratio",
+            bound,
+            # What one use leaves behind in a process, all sides in it would have.
+            together=not subject.startswith("before"),
+        )
+        for subject, (title, bound) in _WATCHED.items()
+    ]
+
+
 CASES: tuple[Case, ...] = (
     *_model_cases(),
     *_inference_cases(),
@@ -293,6 +335,7 @@ CASES: tuple[Case, ...] = (
     *_beside_cases(),
     *_prepare_cases(),
     *_apex_cases(),
+    *_watched_cases(),
 )
 
 

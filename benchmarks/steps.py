@@ -54,9 +54,14 @@ def _scaler(side: Side) -> Any:
 
 
 def scaler_work(case: Case, side: Side) -> Work:
-    size, _, way = case.subject.partition("-")
+    return steps_with(_scaler(side), case.subject)
+
+
+def steps_with(scaler: Any, subject: str) -> Work:
+    """Prepare steps with this scaler, new and of the scale `SCALE`: of which parameters and how, ``subject`` says."""
+    size, _, way = subject.partition("-")
     parameters = _parameters(size)
-    optimizer, scaler = _optimizer(way, parameters), _scaler(side)
+    optimizer = _optimizer(way, parameters)
     scaler.scale(torch.ones(()))
 
     def scale_gradients() -> None:

@@ -103,12 +103,33 @@ APEX = Page(
     ),
     ("front", "plain mezzo"),
 )
-PAGES = (AUTOCAST, SCALER, ACCELERATOR, PREPARE, APEX)
+WATCHED = Page(
+    "watched-cpu",
+    "What it costs to watch: mezzo.torch with explain, find_nonfinite and others, and without",
+    (
+        "Medians over paired rounds, with 95% bootstrap intervals. Both sides are mezzo; the control is a second side",
+        "without, held against the first. All sides take turns in one process, on the same tensors, but in the last row:",
+        "there each side has a process of its own, and only one computes at a time.",
+        "",
+        "A training step of the encoder is zero_grad, the forward pass in `mezzo.torch.autocast` with bfloat16, and",
+        "backward. The blocks of `explain` and `find_nonfinite` hold the forward pass and backward, and are given the model",
+        'for its names. "recording" is what is timed of `explain`: its report is made when it is asked for, and is not in',
+        "these times. A watched op costs about the same however much it computes, so the ratio is largest for small",
+        "inputs. `numerics` and `shadow` measure every result, and `shadow` computes all in float32 once more: as measured,",
+        "without a bound.",
+        "",
+        "In the rows of scalers nothing overflows, gradients are filled anew before each iteration outside of the timed",
+        "part, and the optimizer's own work is timed too. Rows of `ScaleHistory` are not read in the timed part.",
+    ),
+    ("with", "without"),
+)
+PAGES = (AUTOCAST, SCALER, ACCELERATOR, PREPARE, APEX, WATCHED)
 
 
 def page_of(case: Case | TensorplayCase) -> Page:
     """The page that a case is a row of."""
-    return {"scaler": SCALER, "beside": ACCELERATOR, "prepare": PREPARE, "apex": APEX}.get(case.workload, AUTOCAST)
+    own = {"scaler": SCALER, "beside": ACCELERATOR, "prepare": PREPARE, "apex": APEX, "watched": WATCHED}
+    return own.get(case.workload, AUTOCAST)
 
 
 _STYLES: dict[Verdict, str] = {

@@ -20,6 +20,7 @@ from benchmarks.calls import LOW, OPS, RULES, Call
 from benchmarks.models import blocks, encoder
 from benchmarks.prepared import prepared_work
 from benchmarks.steps import scaler_work
+from benchmarks.watched import watched_work
 from benchmarks.work import Work, describe
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def build(case: Case, side: Side) -> Work:
         "beside": beside_work,
         "prepare": prepared_work,
         "apex": apex_work,
+        "watched": watched_work,
     }
     return builders[case.workload](case, side)
 

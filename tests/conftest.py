@@ -94,6 +94,16 @@ def _autocast_state_stays() -> Iterator[None]:
     assert left == {}, f"the test left autocast state behind: {left}"
 
 
+def _keys_of_watching() -> list[str]:
+    """Name the dispatch keys that are not as they were: what watches includes one, and excludes others for itself."""
+    import torch
+
+    parse, includes = torch._C._dispatch_key_parse, torch._C._dispatch_tls_is_dispatch_key_included
+    found = [name for name in ("TESTING_ONLY_GenericMode",) if includes(parse(name))]
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return found + [name for name in ("Python", "PythonTLSSnapshot", "AutogradFunctionality") if excluded(parse(name))]
+
+
 def _leaked_state() -> dict[str, object]:
     import torch
 
@@ -107,6 +117,9 @@ def _leaked_state() -> dict[str, object]:
         "cuda dtype": torch.get_autocast_dtype("cuda"),
         **_accelerator_state(),
         "tokens": [device for device in ("maia", "ipu", "xla") if torch.is_autocast_enabled(device)],
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "dispatch keys": _keys_of_watching(),
+        "global module hooks": bool(torch.nn.modules.module._has_any_global_hook()),
         **_policies(),
     }
     clean = {
@@ -120,6 +133,9 @@ def _leaked_state() -> dict[str, object]:
         "accelerator dtype": torch.float16,
         "accelerator policy": None,
         "tokens": [],
+        "dispatch modes": 0,
+        "dispatch keys": [],
+        "global module hooks": False,
         "default policy": "default",
         "active policy": "torch",
         "kept casts": 0,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mezzo.report_findings import Finding, in_bytes
-from mezzo.report_records import Cast
+from mezzo.report_records import Cast, itemsize
 from mezzo.torch.lint_places import by_place, listed, op_name, path_of, where
 from mezzo.torch.lint_recording import LOW, Recording, casts_of
 from mezzo.torch.recorded import RecordedOp
@@ -145,7 +145,9 @@ def activations_cast_again(recording: Recording) -> Iterator[Finding]:
     for op in recording.forward:
         if not op.record.came:  # zeros and alike cost little to make again
             continue
-        down = [one for one in _casts_by_readers(recording, op) if one[1].used in LOW]
+        whole = op.record.bytes_written // itemsize(op.record.gave[0]) if len(op.record.gave) == 1 else 0
+        # Casts of a part are of different parts, such as the batches of a data set.
+        down = [one for one in _casts_by_readers(recording, op) if one[1].used in LOW and one[1].elements == whole]
         same = [one for one in down if one[1].elements == down[0][1].elements and one[1].used == down[0][1].used]
         readers = {id(one) for one, _ in same}
         if len(readers) > 1 and len(readers) == len(same):  # parts of it go to one op, as q, k and v do

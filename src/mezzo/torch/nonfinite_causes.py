@@ -19,7 +19,7 @@ from mezzo.torch.casting import dtype_name
 from mezzo.torch.listed_ops import Listed, RuleHere
 from mezzo.torch.nonfinite_checks import Counted
 from mezzo.torch.op_facts import OpFacts, is_float, tensors_of
-from mezzo.torch.op_places import Place
+from mezzo.torch.op_places import Place, rank_here
 from mezzo.vocabulary import base_name
 
 __all__ = ["Call", "Cause", "advice_for", "cause_of"]
@@ -75,7 +75,8 @@ def cause_of(call: Call, result: Tensor, gave: Counted, ranges: Sequence[Operand
         what = (
             f"the parameter {name}" if name else "an operand that no op here has made (data, or what was made before)"
         )
-        return Cause("came in", f"{what} has {gave.kind} already", _PARAMETER if name else _DATA)
+        outside = _DATA if rank_here() is None else f"{_DATA}; and {_OTHER_RANK}"
+        return Cause("came in", f"{what} has {gave.kind} already", _PARAMETER if name else outside)
     dtype = dtype_name(result.dtype)
     largest = torch.finfo(result.dtype).max
     if call.facts.is_cast or call.facts.name == "aten::copy_":
@@ -136,6 +137,7 @@ def _in_float32(call: Call) -> float | None:
 
 
 _DATA = "look at the data and at what made it: no precision helps against it"
+_OTHER_RANK = "look at what the other ranks report: gradients are added up over all of them"
 _PARAMETER = (
     "an earlier step wrote it: go back to a checkpoint from before, and watch from there: "
     'GradScaler(..., on_overflow="explain"), or find_nonfinite around each step'

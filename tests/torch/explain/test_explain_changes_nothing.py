@@ -15,6 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.torch import GradScaler, autocast, explain, find_nonfinite, prepare
+from mezzo.torch.kernels import installed_kernels
 
 from .nets import batch, net
 
@@ -140,7 +141,8 @@ def test_a_stale_cast_of_pytorchs_own_stays_one() -> None:
     with watching():
         seen = run()
     assert torch.equal(plain, seen)
-    assert plain.abs().sum() > 0
+    # Once a policy in this process has had mezzo serve `linear`, mezzo's cast is kept there, and that is never stale.
+    assert bool(plain.abs().sum() > 0) is not ("aten::linear" in installed_kernels("cpu"))
 
 
 def test_tensors_die_when_they_would() -> None:
