@@ -31,6 +31,8 @@ FIND_BOUND = 1.5
 HISTORY_BOUND = 1.05
 # 1.00, within what two scalers or two processes differ by anyway.
 UNWATCHED_BOUND = 1.02
+# A step takes a tenth of a second and more than one; the bounds leave room for what few rounds miss.
+WATCHED_ROUNDS = {"encoder-1x32": 5, "encoder-4x128": 3}
 # How many times as fast as its rival a prepared model is, by work, size and rival.
 PREPARE_SPEEDS: dict[str, float | None] = {
     "infer-1x1-autocast": 1.7,
@@ -61,6 +63,7 @@ class Case:
         registers_first: Whether mezzo's process registers kernels before it is measured.
         together: Whether all sides take turns in one process, on the same tensors. Kernels are registered for a whole
             process, so that what autocasts cannot; a scaler and what watches can, and nothing else differs then.
+        most_rounds: How many rounds of a set are enough; for work that takes long and bounds that are wide.
         worker: The module that plays a side.
     """
 
@@ -73,6 +76,7 @@ class Case:
     bound: float | None
     registers_first: bool = False
     together: bool = False
+    most_rounds: int | None = None
     worker: ClassVar[str] = "benchmarks.worker"
 
     @property
@@ -321,6 +325,7 @@ def _watched_cases() -> list[Case]:
             bound,
             # What one use leaves behind in a process, all sides in it would have.
             together=not subject.startswith("before"),
+            most_rounds=WATCHED_ROUNDS.get(subject.partition("-")[2]),
         )
         for subject, (title, bound) in _WATCHED.items()
     ]

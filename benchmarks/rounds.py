@@ -55,10 +55,11 @@ class Plan:
     seconds: float = 0.05
     clock: str = "wall"
 
-    def rounds_for(self, turn: float) -> int:
-        """How many rounds to measure when one side's turn takes ``turn`` seconds."""
+    def rounds_for(self, turn: float, most: int | None = None) -> int:
+        """How many rounds to measure when one side's turn takes ``turn`` seconds; never more than ``most``."""
         affordable = int(self.budget / (len(SIDES) * turn))
-        return max(self.least_rounds, min(self.rounds, affordable))
+        rounds = max(self.least_rounds, min(self.rounds, affordable))
+        return rounds if most is None else min(rounds, most)
 
 
 QUICK = Plan(process_sets=1, rounds=5, least_rounds=3, budget=0.5, warmup=1, seconds=0.02)
@@ -135,7 +136,7 @@ def measure(case: Case | TensorplayCase, plan: Plan) -> Measurement:
         with _workers(case.worker, together=case.together) as workers:
             _prepare(workers, case, plan, result)
             iterations, turn = _calibrate(workers["torch"], plan.seconds)
-            count = plan.warmup + plan.rounds_for(turn)
+            count = plan.warmup + plan.rounds_for(turn, case.most_rounds)
             rounds = [_round(workers, index, iterations) for index in range(count)]
         result.iterations.append(iterations)
         result.groups.append(rounds[plan.warmup :])

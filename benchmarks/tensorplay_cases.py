@@ -28,6 +28,7 @@ class TensorplayCase:
         kind: Whether mezzo's time is divided by TensorPlay's or TensorPlay's is taken from it.
         bound: The promise, in the unit of ``kind`` (differences in seconds); None for information only.
         together: Never: what mezzo wraps it wraps for a whole process, and native autocast must not see it.
+        most_rounds: As many as the plan says.
         worker: The module that plays a side.
     """
 
@@ -38,6 +39,7 @@ class TensorplayCase:
     kind: Kind
     bound: float | None
     together: ClassVar[bool] = False
+    most_rounds: ClassVar[int | None] = None
     worker: ClassVar[str] = "benchmarks.tensorplay_worker"
 
 

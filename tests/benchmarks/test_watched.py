@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.cases import select
+from benchmarks.rounds import Plan
 from benchmarks.table import WATCHED, page_of
 
 torch = pytest.importorskip("torch")
@@ -56,15 +57,16 @@ def test_a_search_that_ended_early_fails() -> None:
 
 @pytest.mark.parametrize("name", ["watched-overflow-small-unscale", "watched-history-small-step"])
 def test_a_scaler_with_a_tool_steps_as_one_without(name: str) -> None:
+    from benchmarks.steps import _parameters
     from benchmarks.watched import watched_work
 
     (case,) = select([name])
     found = []
     for side in ("mezzo", "torch"):
         work = watched_work(case, side)
+        with torch.no_grad():
+            _parameters("small")[0].zero_()  # the probe is how far it moves, which is rounded as it is
         found.append(work.probe())
-        work.between()
-        work.loop(1)
     assert found[0] == found[1]
 
 
@@ -93,6 +95,19 @@ def test_recording_may_double_the_time_and_what_does_not_watch_costs_nothing() -
     assert [case.subject for case in cases if not case.together] == ["before-blocks"]
     assert all(case.rival_loads_mezzo and page_of(case) is WATCHED for case in cases)
     assert all("recording" in case.title for case in cases if "explain()" in case.title)
+
+
+def test_long_steps_with_wide_bounds_get_few_rounds() -> None:
+    plan = Plan(rounds=40, least_rounds=12, budget=6.0)
+    assert [plan.rounds_for(0.01, most) for most in (None, 5, 50)] == [40, 5, 40]
+    assert plan.rounds_for(5.0, 5) == 5
+    few = {case.subject: case.most_rounds for case in select(["watched"]) if case.most_rounds is not None}
+    assert {name: few[name] for name in ("shadow-encoder-1x32", "find-encoder-4x128")} == {
+        "shadow-encoder-1x32": 5,
+        "find-encoder-4x128": 3,
+    }
+    assert all("encoder" in name for name in few)
+    assert {case.most_rounds for case in select([]) if "watched" not in case.name} == {None}
 
 
 def test_they_have_a_page_of_their_own(tmp_path: Path) -> None:
