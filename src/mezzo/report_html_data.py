@@ -194,7 +194,7 @@ def _elements(shape: tuple[int | str, ...]) -> int:
 
 
 def _numbers(numbers: Numbers) -> list[Any]:
-    """Give elements, largest, smallest, NaN, Inf, error, shares of float16 and of bfloat16, first exponent and counts."""
+    """Give elements, largest, smallest, NaN, Inf, error, shares of both low dtypes, exponents, masked."""
     shares = [
         share
         for dtype in ("float16", "bfloat16")
@@ -204,7 +204,7 @@ def _numbers(numbers: Numbers) -> list[Any]:
     last = max(numbers.exponents, default=-1)
     counts = [numbers.exponents.get(exponent, 0) for exponent in range(first, last + 1)]
     head = [numbers.elements, numbers.max_abs, numbers.min_abs, numbers.nan, numbers.inf, numbers.error]
-    return [*map(plain, head), *(float(f"{share:.6g}") for share in shares), first, counts]
+    return [*map(plain, head), *(float(f"{share:.6g}") for share in shares), first, counts, numbers.masked]
 
 
 def _shares(numbers: Numbers, dtype: str) -> tuple[float, float, float]:

@@ -220,8 +220,12 @@ def losses_text(numbers: Numbers, dtype: str) -> str:
     return ", ".join(f"{percent(share)} {what}" for what, share in shares.items() if share)
 
 
-def numbers_text(numbers: Numbers) -> str:
+def numbers_text(numbers: Numbers, *, losses: bool = True) -> str:
     """Say in one line how large some numbers are, and what the low dtypes would lose of them.
+
+    Args:
+        numbers: The numbers.
+        losses: Whether to say what would be lost. Of an optimizer's numbers nothing is: none is ever cast low.
 
     Example:
         >>> from mezzo.report_numbers import Loss
@@ -229,9 +233,14 @@ def numbers_text(numbers: Numbers) -> str:
         'abs 1e-09 .. 1e+05, 1 NaN, float16: 25% overflow, error 0.01'
     """
     parts = [f"abs {numbers.min_abs:.3g} .. {numbers.max_abs:.3g}"]
-    parts += [f"{count} {name}" for name, count in (("NaN", numbers.nan), ("Inf", numbers.inf)) if count]
-    losses = {dtype: losses_text(numbers, dtype) for dtype in numbers.losses}
-    parts += [f"{dtype}: {lost}" for dtype, lost in losses.items() if lost]
+    parts += [f"{count} {name}" for name, count in _bad(numbers) if count]
+    parts += [f"{numbers.masked} Inf of masks"] if numbers.masked else []
+    lost = {dtype: losses_text(numbers, dtype) for dtype in numbers.losses} if losses else {}
+    parts += [f"{dtype}: {text}" for dtype, text in lost.items() if text]
     if numbers.error is not None:
         parts.append(f"error {numbers.error:.2g}")
     return ", ".join(parts)
+
+
+def _bad(numbers: Numbers) -> tuple[tuple[str, int], ...]:
+    return ("NaN", numbers.nan), ("Inf", numbers.bad_inf)

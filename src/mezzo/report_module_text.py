@@ -28,7 +28,7 @@ from .report_worst import place_of, worst
 if TYPE_CHECKING:
     from .report_regions import Region
 
-__all__ = ["listed_text", "summary_of_modules"]
+__all__ = ["has_errors", "listed_text", "summary_of_modules"]
 
 _TREE_ROWS = 40
 _LABEL = 32
@@ -55,7 +55,8 @@ def summary_of_modules(region: Region, width: int, *, findings: int | None = Non
             lines.append(fact(dtype, listed_text(ops), width))
     if [*totals.phases] not in ([], ["forward"]):
         lines.append(fact("phases", _counted(totals.phases), width))
-    lines += [fact(phase, numbers_text(numbers), width) for phase, numbers in numbers_by_phase(region.records).items()]
+    for phase, numbers in numbers_by_phase(region.records).items():
+        lines.append(fact(phase, numbers_text(numbers, losses=phase != "optimizer"), width))
     for what, (how, record) in worst(region.records).items():
         lines.append(fact(what, f"{how}: {place_of(record)}", width))
     found = finding_lines(region.findings, width, paths=True, most=findings)
@@ -74,6 +75,16 @@ def listed_text(ops: DtypeTotals) -> str:
     return f"{names}; {others} others" if others else names
 
 
+def has_errors(tree: ModuleTotals) -> bool:
+    """Say whether there was a run in float32 to compare with.
+
+    Example:
+        >>> has_errors(module_tree([]))
+        False
+    """
+    return any(numbers.error is not None for numbers in tree.numbers.values())
+
+
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
@@ -83,30 +94,36 @@ def _tree(tree: ModuleTotals, width: int) -> list[str]:
         return []
     rows, left = tree_rows(tree, rows=_TREE_ROWS)
     head = f"{'modules':<{_LABEL}}{'ops':>6}{'casts':>7}{'moved':>11}{'results':>11}{'low':>8}"
-    head += f"{'max out':>9}{'max grad':>9}{'error':>7}" if tree.numbers else ""
-    lines = [cut(line, width).rstrip() for line in (head, *(_row(row, numbers=bool(tree.numbers)) for row in rows))]
+    errors = has_errors(tree)
+    if tree.numbers:
+        head += f"{'max out':>9}{'max grad':>9}" + (f"{'error':>7}" if errors else "")
+    told = [_row(row, numbers=bool(tree.numbers), errors=errors) for row in rows]
+    lines = [cut(line, width).rstrip() for line in (head, *told)]
     levels = f"{left} deeper level" + ("s" if left > 1 else "")
     more = [f"... {levels}: see report.modules, or save the report as .html"] if left else []
     return [*lines, *more, ""]
 
 
-def _row(row: Row, *, numbers: bool) -> str:
+def _row(row: Row, *, numbers: bool, errors: bool) -> str:
     totals = row.module.totals
     low = "" if totals.low_share is None else percent(totals.low_share)
     moved = in_bytes(totals.bytes_read + totals.bytes_written) if totals.casts else "-"
     label = cut("  " * row.depth + row.text, _LABEL - 1)
     line = f"{label:<{_LABEL}}{totals.ops:>6}{totals.casts:>7}{moved:>11}{in_bytes(totals.bytes_given):>11}{low:>8}"
-    return line + _numbers(row.module) if numbers else line
+    return line + _numbers(row.module, errors=errors) if numbers else line
 
 
-def _numbers(module: ModuleTotals) -> str:
+def _numbers(module: ModuleTotals, *, errors: bool) -> str:
     forward, backward = module.numbers.get("forward"), module.numbers.get("backward")
-    errors = [numbers.error for numbers in (forward, backward) if numbers and numbers.error is not None]
-    error = f"{max(errors):.1g}" if errors else ""
-    return f"{_largest(forward):>9}{_largest(backward):>9}{error:>7}"
+    cells = f"{_largest(forward):>9}{_largest(backward):>9}"
+    if not errors:
+        return cells
+    known = [numbers.error for numbers in (forward, backward) if numbers and numbers.error is not None]
+    error = f"{max(known):.1g}" if known else ""
+    return f"{cells}{error:>7}"
 
 
 def _largest(numbers: Numbers | None) -> str:
     if numbers is None:
         return ""
-    return "NaN" if numbers.nan else "Inf" if numbers.inf else f"{numbers.max_abs:.2g}"
+    return "NaN" if numbers.nan else "Inf" if numbers.bad_inf else f"{numbers.max_abs:.2g}"

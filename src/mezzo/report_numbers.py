@@ -49,6 +49,7 @@ class Numbers:
             NaN and Inf are in none. The mapping cannot be changed.
         error: How far they are from a run in float32, as a share: the norm of the difference over the norm of the
             float32 result, and of several results the largest; None if there was no such run.
+        masked: How many of the ``inf`` are a mask's, which the program wrote on purpose: no fault.
 
     Example:
         >>> few = Numbers(4, max_abs=3.0, min_abs=0.5, losses={"float16": Loss()}, exponents={1: 1, -1: 2})
@@ -66,6 +67,7 @@ class Numbers:
     losses: Mapping[str, Loss] = field(default_factory=dict)
     exponents: Mapping[int, int] = field(default_factory=dict)
     error: float | None = None
+    masked: int = 0
 
     def __post_init__(self) -> None:
         """Keep the mappings from being changed."""
@@ -73,9 +75,8 @@ class Numbers:
         object.__setattr__(self, "exponents", MappingProxyType(dict(sorted(self.exponents.items()))))
 
     def __hash__(self) -> int:
-        return hash(
-            (self.elements, self.max_abs, self.min_abs, self.nan, self.inf, self.error, *self.exponents.items())
-        )
+        counts = (self.elements, self.nan, self.inf, self.masked)
+        return hash((*counts, self.max_abs, self.min_abs, self.error, *self.exponents.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping that cannot be changed cannot be pickled either.
@@ -91,6 +92,11 @@ class Numbers:
     def finite(self) -> bool:
         """Whether none is NaN or Inf."""
         return not (self.nan or self.inf)
+
+    @property
+    def bad_inf(self) -> int:
+        """How many are Inf or -Inf and no mask's."""
+        return self.inf - self.masked
 
     @staticmethod
     def merge(many: Iterable[Numbers]) -> Numbers:
@@ -124,6 +130,7 @@ class Numbers:
             losses={dtype: _mean_loss(dtype, all_of) for dtype in dtypes},
             exponents=exponents,
             error=max(errors, default=None),
+            masked=sum(one.masked for one in all_of),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,6 +144,7 @@ class Numbers:
             "losses": {dtype: loss.as_dict() for dtype, loss in self.losses.items()},
             "exponents": {str(exponent): count for exponent, count in self.exponents.items()},
             "error": self.error,
+            "masked": self.masked,
         }
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .report_findings import Finding, Residuals
+from .report_masks import with_masks_marked
 from .report_records import OpRecord
 from .report_totals import Totals
 
@@ -25,6 +26,7 @@ class Region:
         findings: What the user may not expect.
         residuals: What is kept for the backward pass; None where that has no meaning.
         count: How often the same was seen: applied in several places, or traced several times. The totals count it once.
+        marked: Whether it is known which Inf in the records are a mask's; if not, that is found out now.
 
     Example:
         >>> Region("loss", {"dtype": "bfloat16"}).totals.ops
@@ -37,14 +39,19 @@ class Region:
     findings: tuple[Finding, ...] = ()
     residuals: Residuals | None = None
     count: int = 1
+    marked: bool = field(default=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         """Hash what is hashable of it; equal regions have equal names and records."""
         return hash((self.name, self.records))
 
     def __post_init__(self) -> None:
-        """Keep the settings from being changed."""
+        """Keep the settings from being changed, and tell masks from faults."""
         object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+        if not self.marked:
+            # Once, while all records are there: of a part of them less can be said.
+            object.__setattr__(self, "records", with_masks_marked(self.records))
+            object.__setattr__(self, "marked", True)
 
     def __reduce__(self) -> tuple[type[Region], tuple[Any, ...]]:
         """Say how to copy and pickle it; read-only mappings cannot be pickled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mezzo.report import Finding, OpRecord, Region, Report, SourceLine
 from mezzo.report_numbers import Loss, Numbers
 
-__all__ = ["NASTY", "many_ops", "nasty", "sample"]
+__all__ = ["NASTY", "many_ops", "nasty", "sample", "with_initialisation"]
 
 FILE = "/home/someone/nets/model.py"
 SIZE, BATCH = 64, 8
@@ -96,6 +96,19 @@ def many_ops(number: int) -> Report:
     some = sample().records
     records = (some * (number // len(some) + 1))[:number]
     return Report("Long", "torch", (Region("Long", {"dtype": "bfloat16"}, records),))
+
+
+def with_initialisation() -> Report:
+    """The sample after a layer has been made: two ops in place, a check on the line of one of them, and a batch."""
+    made = [("aten::uniform_", 3), ("aten::any", 3), ("aten::fill_", 4), ("aten::randn", 5)]
+    before = tuple(
+        OpRecord(op, "autocast off", source=SourceLine(FILE, line), gave=("float32",), shapes_out=((SIZE,),))
+        for op, line in made
+    )
+    # In place too, and not before the modules run.
+    after = OpRecord("aten::add_", "autocast off", source=SourceLine(FILE, 40), gave=("float32",), shapes_out=((),))
+    finding = Finding("weight cast again", "cast twice", source=SourceLine(FILE, 3))
+    return Report("Net", "torch", (Region("Net", {}, (*before, *sample().records, after), (finding,)),))
 
 
 def nasty() -> Report:

@@ -46,6 +46,8 @@ def found(text: str = "layers.3.attn") -> NonFiniteReport:
 def test_the_page_names_op_module_line_and_counts(opened: Opened) -> None:
     window = opened(found())
     assert window.inner_text("h1") == "Inf first appears in aten::matmul of layers.3.attn"
+    told = "the first op whose result is not finite though all that went in is; 1\u2009234 ops watched"
+    assert window.inner_text("header .settings") == told
     verdict = window.inner_text("#verdict")
     for text in (
         "aten::matmul (ran as aten::bmm)",

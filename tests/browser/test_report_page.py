@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mezzo.report import OpRecord, Region, Report
+from mezzo.report_numbers import Numbers
 
 from .opened import Opened, rows_in, wait_for_text
-from .sample import NASTY, many_ops, nasty, sample
+from .sample import NASTY, many_ops, nasty, sample, with_initialisation
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -102,7 +103,8 @@ def test_the_top_adds_up_what_python_adds_up(window: Page) -> None:
     assert "8 bf16 \u00d7 bf16 \u2192 bf16" in window.inner_text("#fact-dots")
     # Four results of 8 x 64 in float32, eight in bfloat16.
     assert window.inner_text("#fact-written .value") == "16.0 KiB"
-    assert "50% of the float bytes in a low dtype" in window.inner_text("#fact-written")
+    # By elements: eight of twelve results, all of one shape.
+    assert "67% of the float results in a low dtype" in window.inner_text("#fact-written")
     assert "5 NaN or Inf" in window.inner_text("#fact-numbers")
 
 
@@ -202,6 +204,60 @@ def test_a_choice_filters_the_ops(window: Page, name: str, value: str, test: Cal
     window.click("#clear")
     assert shown(window) == "12 ops"
     assert window.input_value(f"#{name}") == ""
+
+
+def test_initialisation_is_hidden_until_it_is_asked_for(opened: Opened) -> None:
+    window = opened(with_initialisation())
+    assert window.inner_text("#setup") == "3 initialisation ops: show"
+    assert shown(window) == "14 of 17 ops"
+    assert rows_in(window) == [*range(3, 17)]
+    assert not window.is_visible("#clear")
+    window.click("#setup")
+    assert window.inner_text("#setup") == "3 initialisation ops: hide"
+    assert rows_in(window) == [*range(17)]
+    window.click("#setup")
+    assert rows_in(window) == [*range(3, 17)]
+    # A finding about them shows them.
+    window.click(".findings .place")
+    assert rows_in(window) == [0, 1]
+    window.click("#clear")
+    assert rows_in(window) == [*range(3, 17)]
+
+
+def test_a_report_without_initialisation_has_no_button_for_it(window: Page) -> None:
+    assert not window.is_visible("#setup")
+
+
+@pytest.mark.parametrize("of_low", [1, 9])
+def test_dtypes_stand_in_one_order_whatever_their_sizes(opened: Opened, of_low: int) -> None:
+    sizes = {"int64": 2, "float16": of_low, "float32": 3, "bfloat16": 4}
+    records = [OpRecord("exp", "x", gave=(dtype,), shapes_out=((size,),)) for dtype, size in sizes.items()]
+    window = opened(Report("n", "torch", (Region("n", {}, tuple(records)),)))
+    script = "[...document.querySelectorAll('#fact-written .part')].map((one) => one.title.split(':')[0])"
+    assert window.evaluate(script) == ["float32", "bfloat16", "float16", "int64"]
+
+
+def test_the_share_of_low_results_is_the_one_of_the_text(opened: Opened) -> None:
+    # Of 8 floats 6 are low; by bytes it would be 12 of 20. Complex numbers and integers are neither.
+    given = (("bfloat16", 6), ("float32", 2), ("complex64", 50), ("int64", 50))
+    report = Report("n", "torch", (Region("n", {}, tuple(
+        OpRecord("exp", "x", path=("m",), gave=(dtype,), shapes_out=((size,),)) for dtype, size in given)),))  # fmt: skip
+    assert report.totals.low_share == 0.75
+    window = opened(report)
+    assert "75% of the float results in a low dtype" in window.inner_text("#fact-written")
+    assert window.inner_text("tr[data-path='m'] [data-column='low']") == "75%"
+
+
+def test_masks_are_named_and_are_no_alarm(opened: Opened) -> None:
+    mask = OpRecord("aten::masked_fill", "x", path=("m",), gave=("float32",), shapes_out=((9,),),
+                    numbers=Numbers(9, 3.0, 0.5, inf=4))  # fmt: skip
+    window = opened(Report("n", "torch", (Region("n", {}, (mask,)),)))
+    told = window.inner_text("#fact-numbers")
+    assert "no NaN, no Inf" in told
+    assert "4 Inf of masks" in told
+    assert window.locator(".bad").count() == 0
+    window.click(".sheet .row")
+    assert "4 Inf of a mask, the others finite" in window.inner_text("#details")
 
 
 def test_regions_are_told_apart(opened: Opened) -> None:

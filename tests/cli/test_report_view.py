@@ -92,6 +92,24 @@ def test_numbers_have_a_table_of_their_own_with_gradients_apart() -> None:
     assert rows["norm"] == ["7e+04", "25%", "12.5%", "-", "-", "-", "-", "0.02"]
 
 
+def test_without_a_run_in_float32_no_column_of_errors_is_there() -> None:
+    assert " error" in shown(module_report(1, large()))
+    assert "error" not in shown(module_report(1, replace(large(), error=None)))
+
+
+def test_a_mask_is_not_red_and_hides_no_number() -> None:
+    mask = Numbers(128, 3.0, 0.5, inf=60, masked=60)
+    rows = {row[0]: row[1:] for row in table(shown(module_report(1, mask)), "numbers, and what float16")}
+    assert rows["(whole)"][0] == "3"
+    assert "60 Inf of masks" in shown(Report("n", "torch", (Region("n", records=(OpRecord("o", "r", numbers=mask),)),)))
+
+
+def test_findings_of_what_was_not_watched_come_without_sums() -> None:
+    text = shown(Report("net", "torch", (Region("net", findings=(Finding("eps lost", "1e-12 is 0", "eps=1e-6"),)),)))
+    assert "eps lost" in text
+    assert "none" not in text
+
+
 def test_ops_are_shown_with_the_dtypes_they_ran_in_and_their_rules() -> None:
     rows = {row[0]: row[1:] for row in table(shown(module_report(3, large())), "ops, the most frequent first")}
     assert rows["linear"] == ["3", "3 bf16", "lower_precision_fp", "6", "768 B", "7e+04"]

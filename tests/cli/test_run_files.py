@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.cli.lint_view import joined
 from mezzo.cli.run_plan import RunPlan
 from mezzo.cli.run_report import place_of, write_report
 from mezzo.cli.run_watch import Watch
 from mezzo.cli.script_runner import Target
 from mezzo.nonfinite_report import NonFiniteReport
-from mezzo.report import Report
+from mezzo.report import Finding, OpRecord, Region, Report
 
 
 def seen(path: Path, *, report: bool = True, nonfinite: bool = False) -> tuple[RunPlan, Watch]:
@@ -83,6 +84,40 @@ def test_a_group_has_a_file_for_each_rank_and_shows_one_report(
     assert (tmp_path / name).exists()
     assert ("nothing to report" in stderr.getvalue()) is shown
     assert ("7 ops, all finite" in stderr.getvalue()) is shown
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("150", 150), (None, 120), ("", 120)])
+def test_boxes_are_as_wide_as_columns_says(
+    columns: str | None, width: int, tmp_path: Path, stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    write_report(*seen(tmp_path / "out.txt"))
+    assert len(stderr.getvalue().splitlines()[0]) == width
+
+
+FINDING = Finding("eps lost", "eps=1e-08 is 0 in float16", "take 1e-4", path=("norm",))
+
+
+def test_findings_of_the_lint_alone_have_no_box_with_nothing_in_it(tmp_path: Path, stderr: io.StringIO) -> None:
+    plan, watch = seen(tmp_path / "out.txt", report=False)
+    watch.report = Report("train.py", "torch", (Region("lint", findings=(FINDING,)),), ("a note",))
+    write_report(plan, watch)
+    assert stderr.getvalue().splitlines()[:5] == [
+        "train.py: the lint has found 1 thing",
+        "eps lost: norm",
+        "  eps=1e-08 is 0 in float16",
+        "  take 1e-4",
+        "note: a note",
+    ]
+
+
+def test_findings_of_the_lint_join_the_region_that_was_recorded() -> None:
+    full = Region("train.py", records=(OpRecord("aten::mul", "not listed"),))
+    report = Report("train.py", "torch", (full, Region("lint", findings=(FINDING,))))
+    (region,) = joined(report).regions
+    assert (region.name, region.findings, region.records) == ("train.py", (FINDING,), full.records)
 
 
 def test_a_file_that_cannot_be_written_is_told_and_the_rest_is_shown(tmp_path: Path, stderr: io.StringIO) -> None:

@@ -45,6 +45,8 @@ def asked(one: RunPlan) -> set[str]:
         ([], {"explain"}),
         (["--explain"], {"explain"}),
         (["--numerics"], {"explain", "numerics"}),
+        (["--shadow"], {"explain", "numerics", "shadow"}),
+        (["--shadow", "--find-nonfinite"], {"explain", "numerics", "shadow", "find_nonfinite"}),
         (["--steps", "5"], {"explain"}),
         (["--report", "out.json"], {"explain"}),
         (["--find-nonfinite"], {"find_nonfinite"}),
@@ -135,5 +137,6 @@ def test_without_a_script_it_says_how_to_call_it() -> None:
 def test_the_help_names_every_option() -> None:
     result = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, ["run", "--help"])
     assert result.exit_code == 0
-    for option in ("--explain", "--numerics", "--find-nonfinite", "--lint", "--policy", "--report", "--steps", "-m"):
+    names = ("explain", "numerics", "shadow", "find-nonfinite", "lint", "policy", "report", "steps")
+    for option in (*(f"--{name}" for name in names), "-m"):
         assert option in result.stdout

@@ -94,7 +94,11 @@ def test_the_report_follows_what_the_script_wrote_to_stderr(alone: Seen, explain
     assert "train.py: bfloat16" in text
     files = [f"mezzo: the report is in {folder / name}" for name in ("out.json", "out.nonfinite.json")]
     assert text.splitlines()[-3:-2] + files == text.splitlines()[-3:]
-    assert " ops, all finite" in text
+    assert (
+        " ops ran before the script broke off; their results were finite\nnote: the script ended with RuntimeError\n"
+        in text
+    )
+    assert "all finite" not in text
 
 
 def test_the_file_names_the_modules_and_lines_of_the_first_three_steps(explained: Seen, folder: Path) -> None:
@@ -105,7 +109,10 @@ def test_the_file_names_the_modules_and_lines_of_the_first_three_steps(explained
     assert [op["path"] for op in linear] == 3 * ["body.0", "head"]
     assert {op["file"] for op in linear} == {str(folder / "train.py")}
     assert {op["phase"] for op in ops} == {"forward", "backward", "optimizer"}
-    assert "recorded to the end of step 3 of an optimizer" in report["notes"]
+    assert report["notes"][-2:] == [
+        "recorded to the end of step 3 of an optimizer",
+        "the script ended with RuntimeError",
+    ]
     assert not [note for note in report["notes"] if "could not" in note or "failed" in note]
     assert all(op["numbers"] for op in linear)
 
@@ -217,3 +224,53 @@ def test_a_process_that_the_script_has_forked_reports_nothing(tmp_path: Path) ->
     status, out, err = run((*MEZZO, "--explain", "train.py"), tmp_path)
     assert (status, out) == (0, "child\nparent\n")
     assert err.count("mezzo:") == 1
+
+
+FAILING = """
+    {imports}
+
+    net = torch.nn.Linear(4, 4)
+
+    def shapes():
+        with autocast("cpu", dtype=torch.float16):
+            first = net(torch.full((2, 4), 1e38))
+            print(first.isfinite().any().item())
+        try:
+            net(torch.ones(2, 5))
+        except RuntimeError:
+            return torch.ones(3).add(torch.ones(4))
+
+    shapes()
+    """
+
+
+def lines_of_traceback(text: str) -> list[str]:
+    """Leave out the frames in which PyTorch calls a module: it does so in another way where global hooks are."""
+    lines, kept = text.splitlines(), True
+    shown = []
+    for line in lines:
+        if not line.startswith("    "):
+            kept = "nn/modules/module.py" not in line
+        if kept:
+            shown.append(line)
+    return shown
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import mezzo.torch; import torch; autocast = torch.autocast", "from mezzo.torch import autocast; import torch"],
+    ids=["the package", "a name of it"],
+)
+def test_a_script_that_imports_mezzo_first_is_watched_and_its_traceback_is_its_own(
+    imports: str, tmp_path: Path
+) -> None:
+    write(tmp_path, FAILING.format(imports=imports))
+    alone = run((*PYTHON, "train.py"), tmp_path)
+    status, out, err = run((*MEZZO, "--find-nonfinite", "--explain", "train.py"), tmp_path)
+    assert (status, out) == alone[:2] == (1, "False\n")
+    expected = lines_of_traceback(alone[2])
+    assert len([line for line in expected if "RuntimeError: " in line]) == 2
+    assert lines_of_traceback(err)[: len(expected)] == expected
+    assert "Inf first appears in linear (as _to_copy) of (Linear), forward pass" in err
+    assert err.endswith("note: the script ended with RuntimeError\n")
+    assert "fault of mezzo" not in err

@@ -103,9 +103,10 @@ def test_a_file_name_that_is_no_text_does_not_keep_the_page_from_being_written()
 def test_numbers_are_in_the_page_and_those_that_json_lacks_as_text() -> None:
     numbers = Numbers(10, 3.0, 0.5, 1, 2, {"float16": Loss(0.25, 0.125, 0.5)}, {-1: 3, 1: 4}, float("inf"))
     made = page(Report("r", "torch", (Region("r", records=(OpRecord("exp", "fp32", numbers=numbers),)),)))
-    # Elements, largest, smallest, NaN, Inf, error; shares in float16, in bfloat16; first exponent, counts from it on.
+    # Elements, largest, smallest, NaN, Inf, error; shares in float16, in bfloat16; first exponent, counts from it on; Inf
+    # of masks.
     assert data_of(made)["numbers"] == [
-        [10, 3.0, 0.5, 1, 2, "Infinity", 0.25, 0.125, 0.5, 0.0, 0.0, 0.0, -1, [3, 0, 4]]
+        [10, 3.0, 0.5, 1, 2, "Infinity", 0.25, 0.125, 0.5, 0.0, 0.0, 0.0, -1, [3, 0, 4], 0]
     ]
 
 

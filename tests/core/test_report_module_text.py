@@ -226,3 +226,20 @@ def test_ops_without_floats_have_no_line_and_several_regions_have_headings() -> 
 )
 def test_a_share_is_never_rounded_to_nothing_or_to_all(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def test_without_a_run_in_float32_no_column_of_errors_is_there() -> None:
+    plain = replace(large(), error=None)
+    heads = [
+        next(line.split()[-1] for line in str(module_report(2, numbers)).splitlines() if line.startswith("modules"))
+        for numbers in (plain, large())
+    ]
+    assert heads == ["grad", "error"]
+
+
+def test_what_an_optimizer_computes_is_said_without_losses() -> None:
+    records = tuple(op("add", "x", "", 1, ((FULL, FULL),), FULL, phase=phase, numbers=large())
+                    for phase in ("forward", "optimizer"))  # fmt: skip
+    summary = facts(Report("Net", "torch", (Region("Net", records=records),)))
+    assert "25% overflow" in summary["forward"]
+    assert summary["optimizer"] == "abs 1e-09 .. 7e+04, error 0.02"

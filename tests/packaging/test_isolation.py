@@ -28,6 +28,8 @@ CORE = (
     "report_totals",
     "report_modules",
     "report_ops",
+    "report_masks",
+    "report_low_uses",
     "report_regions",
     "report_html_data",
     "report_lines",

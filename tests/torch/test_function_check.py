@@ -282,6 +282,25 @@ def test_a_function_that_nothing_helps_is_said_so() -> None:
     )
 
 
+class Normalized(torch.autograd.Function):
+    """Gives NaN for the gradient of a row of zeros, in any dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x / x.norm(dim=-1, keepdim=True)).float()
+
+
+def test_nan_that_is_there_in_float32_too_is_not_blamed_on_autocast() -> None:
+    x = square(4).index_fill(0, torch.tensor([1]), 0.0)
+    assert check_function(Normalized, x, device_type="cpu", dtype=torch.bfloat16)
+
+
 def test_a_function_that_fails_without_autocast_is_said_so() -> None:
     message = message_of(Product, square(4, 4), square(3, 3))
     assert message.startswith("Product fails with these arguments in float32 without autocast too: RuntimeError: ")

@@ -11,7 +11,7 @@ from types import ModuleType
 __all__ = ["after_import"]
 
 
-def after_import(name: str, call: Callable[[], None]) -> None:
+def after_import(name: str, call: Callable[[], object]) -> None:
     """Call a function once, when a module's import has succeeded; at once if it is imported already.
 
     The call is made by the thread that imports the module, before the import statement ends. An import that fails does not
@@ -34,7 +34,7 @@ def after_import(name: str, call: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds what the other finders find, with a loader that makes the call. It takes itself away after that."""
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
         self._name = name
         self._call = call
 

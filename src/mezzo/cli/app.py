@@ -122,6 +122,12 @@ def run(
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Record ranges too, and what float16 and bfloat16 lose.")
     ] = False,
+    shadow: Annotated[
+        bool,
+        typer.Option(
+            "--shadow", help="Carry a run in float32 along, and record how far each op is from it: --numerics too."
+        ),
+    ] = False,
     find_nonfinite: Annotated[
         bool, typer.Option("--find-nonfinite", help="Name the first op that makes NaN or Inf of finite numbers.")
     ] = False,
@@ -154,6 +160,7 @@ def run(
             Target(script, tuple(arguments or ()), module),
             explain=explain,
             numerics=numerics,
+            shadow=shadow,
             find_nonfinite=find_nonfinite,
             lint=lint,
             policy=policy,

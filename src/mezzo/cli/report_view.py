@@ -14,7 +14,7 @@ from rich.text import Text
 from mezzo.report import Finding, ModuleTotals, OpTotals, Region, Report
 from mezzo.report_findings import in_bytes
 from mezzo.report_lines import numbers_text, percent, short
-from mezzo.report_module_text import listed_text
+from mezzo.report_module_text import has_errors, listed_text
 from mezzo.report_modules import numbers_by_phase
 from mezzo.report_numbers import Numbers
 from mezzo.report_ops import totals_by_dtype
@@ -72,6 +72,9 @@ def _region(region: Region) -> RenderableType:
 
 def _facts(region: Region) -> Iterator[tuple[str, Text]]:
     totals = region.totals
+    if not totals.ops:
+        # Nothing was watched, as for findings of lint, or nothing ran.
+        return
     for dot in totals.dots:
         runs = f", run {dot.runs} times" if dot.runs != dot.count else ""
         yield "dots" if dot is totals.dots[0] else "", Text(f"{dot.count}  {dot.dtypes}{runs}", style=_style(dot.gave))
@@ -80,14 +83,14 @@ def _facts(region: Region) -> Iterator[tuple[str, Text]]:
     yield "results", Text(", ".join(f"{in_bytes(size)} {dtype}" for dtype, size in totals.results.items()) or "none")
     if region.residuals is not None:
         yield "residuals", Text(str(region.residuals))
-    yield "ops", Text(f"{totals.ops}: {_counted(totals.rules)}" if totals.ops else "none")
+    yield "ops", Text(f"{totals.ops}: {_counted(totals.rules)}")
     for dtype, ops in totals_by_dtype(region.records).items():
         if ops.listed:
             yield dtype, Text(listed_text(ops), style=_style([dtype]))
     if len(totals.phases) > 1:
         yield "phases", Text(_counted(totals.phases))
     for phase, numbers in numbers_by_phase(region.records).items():
-        yield phase, Text(numbers_text(numbers))
+        yield phase, Text(numbers_text(numbers, losses=phase != "optimizer"))
     for what, (how, record) in worst(region.records).items():
         yield what, Text(f"{how}: {place_of(record)}", style="yellow")
 
@@ -134,18 +137,20 @@ def _modules(tree: ModuleTotals, rows: int | None) -> RenderableType | None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in laid:
         table.add_row(*_module_cells(row))
-    shown = Group(table, _numbers(laid)) if tree.numbers else table
+    shown = Group(table, _numbers(laid, errors=has_errors(tree))) if tree.numbers else table
     return _with_rest(shown, left, "levels of modules: see report.modules, or save the report as .html")
 
 
-def _numbers(rows: Iterable[Row]) -> Table:
+def _numbers(rows: Iterable[Row], *, errors: bool) -> Table:
     """Lay out the numbers: results of the forward pass, then those of the backward pass, which are gradients."""
     table = _table("numbers, and what float16 would lose of them")
     table.add_column("module", overflow="fold", min_width=12)
-    for name in ("max\nforward", "to inf", "to 0", "max\nbackward", "min\nbackward", "to inf", "to 0", "error"):
+    for name in ("max\nforward", "to inf", "to 0", "max\nbackward", "min\nbackward", "to inf", "to 0"):
         table.add_column(name, justify="right", no_wrap=True)
+    if errors:
+        table.add_column("error", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(_label(row), *_number_cells(row.module))
+        table.add_row(_label(row), *_number_cells(row.module), *([_error(row.module)] if errors else []))
     return table
 
 
@@ -170,8 +175,12 @@ def _number_cells(module: ModuleTotals) -> Iterator[Text]:
     yield _largest(backward)
     yield Text(f"{backward.min_abs:.2g}" if backward else "-")
     yield from _lost(backward)
-    errors = [numbers.error for numbers in (forward, backward) if numbers and numbers.error is not None]
-    yield Text(f"{max(errors):.1g}" if errors else "-")
+
+
+def _error(module: ModuleTotals) -> Text:
+    phases = (module.numbers.get("forward"), module.numbers.get("backward"))
+    known = [numbers.error for numbers in phases if numbers and numbers.error is not None]
+    return Text(f"{max(known):.1g}" if known else "-")
 
 
 def _lost(numbers: Numbers | None) -> Iterator[Text]:
@@ -183,7 +192,7 @@ def _lost(numbers: Numbers | None) -> Iterator[Text]:
 def _largest(numbers: Numbers | None) -> Text:
     if numbers is None:
         return Text("-", style="dim")
-    if numbers.nan or numbers.inf:
+    if numbers.nan or numbers.bad_inf:
         return Text("NaN" if numbers.nan else "Inf", style="red")
     return Text(f"{numbers.max_abs:.2g}")
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 
 from .after_import import after_import
@@ -67,11 +68,15 @@ def run_plan(plan: RunPlan, before: AbstractSet[str]) -> None:
     else:
         SetAside(before)
     if plan.watches or plan.policy is not None:
-        after_import("torch", watch.start)
+        # As soon as a package is there that the script may import by itself, and which then is what imports PyTorch.
+        after_import("mezzo.torch", watch.start)
+        after_import("torch", partial(import_module, "mezzo.torch"))
     try:
-        run_target(plan.target)
-    finally:
-        watch.close()
+        run_target(plan.target, watched=plan.watches)
+    except BaseException as error:
+        watch.close(error)
+        raise
+    watch.close()
 
 
 def _report_once(write: Callable[[], None], aside: SetAside, process: int) -> None:

@@ -27,6 +27,7 @@ class RunPlan:
         target: The script.
         explain: Whether to record what mixed precision does to each op.
         numerics: Whether the records have numbers.
+        shadow: Whether they have the distance from a run in float32.
         find_nonfinite: Whether to look for the first op that makes NaN or Inf.
         lint: Whether to look at the model and the optimizer.
         policy: What steers the script's ``torch.autocast`` regions; None leaves them alone.
@@ -41,6 +42,7 @@ class RunPlan:
     target: Target
     explain: bool = False
     numerics: bool = False
+    shadow: bool = False
     find_nonfinite: bool = False
     lint: bool = False
     policy: Policy | None = None
@@ -70,6 +72,7 @@ def plan_of(
     *,
     explain: bool = False,
     numerics: bool = False,
+    shadow: bool = False,
     find_nonfinite: bool = False,
     lint: bool = False,
     policy: str | None = None,
@@ -78,13 +81,14 @@ def plan_of(
 ) -> RunPlan:
     """Check the options of ``mezzo run`` and settle what follows from them.
 
-    Numbers, steps and a report are asked of ``explain``, so each of them switches it on, the report only if nothing else is
-    asked for that could be reported. So does a call that asks for nothing at all.
+    Numbers, a shadow, steps and a report are asked of ``explain``, so each of them switches it on, the report only if
+    nothing else is asked for that could be reported. So does a call that asks for nothing at all. A shadow needs numbers.
 
     Args:
         target: The script.
         explain: As in `RunPlan`.
         numerics: As in `RunPlan`.
+        shadow: As in `RunPlan`.
         find_nonfinite: As in `RunPlan`.
         lint: As in `RunPlan`.
         policy: A built-in policy's name, or the path of a TOML file.
@@ -112,8 +116,9 @@ def plan_of(
     others = find_nonfinite or lint or (policy is not None and report is None)
     return RunPlan(
         target,
-        explain=explain or numerics or steps is not None or not others,
-        numerics=numerics,
+        explain=explain or numerics or shadow or steps is not None or not others,
+        numerics=numerics or shadow,
+        shadow=shadow,
         find_nonfinite=find_nonfinite,
         lint=lint,
         policy=resolved,

@@ -15,6 +15,7 @@ from mezzo.report import Report
 from mezzo.report_html import page
 from mezzo.report_saving import json_text
 
+from .lint_view import joined, show_lint
 from .report_view import show
 from .run_plan import RunPlan
 from .run_watch import Watch
@@ -22,7 +23,7 @@ from .run_watch import Watch
 __all__ = ["place_of", "write_report"]
 
 _WIDTH = 120
-"""Of lines that go to a file or a pipe."""
+"""Of lines that go to a file or a pipe, if COLUMNS does not say."""
 
 
 def place_of(report: Path, rank: str | None) -> Path:
@@ -59,9 +60,9 @@ def write_report(plan: RunPlan, watch: Watch) -> None:
     error = sys.__stderr__
     if error is None or error.closed:
         return
-    console = _Console(file=error, highlight=False, width=None if error.isatty() else _WIDTH)
+    console = _Console(file=error, highlight=False, width=None if error.isatty() else _width())
     with suppress(OSError):  # nobody reads it any more
-        _show(watch, console)
+        _show(plan, watch, console)
         for text in saved:
             _say(console, text)
         error.flush()
@@ -73,17 +74,32 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def _show(watch: Watch, console: Console) -> None:
+def _show(plan: RunPlan, watch: Watch, console: Console) -> None:
     if not watch.started:
         _say(console, "the script has not imported torch, so there is nothing to report")
         return
     first = _rank() in (None, "0")
     if first and watch.report is not None:
-        show(watch.report, console)
+        _show_report(plan, watch.report, console)
     if watch.nonfinite is not None and (first or watch.nonfinite.first is not None):
         console.print(str(watch.nonfinite), markup=False, soft_wrap=True)
     if first and watch.report is None and watch.nonfinite is None:
         _say(console, "the lint has found nothing")
+
+
+def _show_report(plan: RunPlan, report: Report, console: Console) -> None:
+    if plan.explain:
+        show(joined(report), console)
+    elif plan.lint:
+        show_lint(report, console)
+    else:
+        for note in report.notes:
+            _say(console, note)
+
+
+def _width() -> int | None:
+    """Give the width of lines that go to a file or a pipe: None is what COLUMNS says."""
+    return None if os.environ.get("COLUMNS", "").isdigit() else _WIDTH
 
 
 def _saved(plan: RunPlan, watch: Watch) -> Iterator[str]:

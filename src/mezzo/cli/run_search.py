@@ -2,75 +2,193 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from mezzo.nonfinite_report import NonFiniteReport
+from mezzo.torch.gradients import values_of, version_of
+from mezzo.torch.listed_ops import listening
+from mezzo.torch.memory_places import address_of
+from mezzo.torch.module_stack import ModuleNames, following_modules
+from mezzo.torch.nonfinite import count
+from mezzo.torch.nonfinite_checks import count_exactly, is_finite
+from mezzo.torch.nonfinite_search import Search
+from mezzo.torch.watch_mode import unwatched
 
-if TYPE_CHECKING:
-    from mezzo.torch import find_nonfinite
+from .run_rounds import Rounds, ScriptSearch
 
 __all__ = ["NonFiniteSearch"]
+
+_LAST = 8
+"""How many of the ops before it are told."""
 
 
 class NonFiniteSearch:
     """Looks for the op that broke the training, and not for one whose step a gradient scaler has skipped.
 
-    A scaler begins with a scale that is too large on purpose, so the first overflow of a backward pass is seldom a fault.
-    At a step of an optimizer after it was found, the gradients tell: if they are finite it was overcome, and the search
-    begins anew. What a forward pass makes is never overcome. Used by one thread.
+    A scaler begins with a scale that is too large on purpose, so the first overflow of a backward pass is seldom a fault. So
+    the search begins anew at each update of a scale, and at each step whose gradients are finite; in the end `Rounds` tells
+    what to make of it. What a forward pass makes ends the search, as does what reaches a step. Used by one thread.
 
     Example:
         >>> search = NonFiniteSearch()
         >>> search.open()
         >>> search.close()
-        >>> print(search.report)
+        >>> print(search.report())
         0 ops, all finite
     """
 
     def __init__(self) -> None:
-        self._found: find_nonfinite | None = None
-        self._overcome: list[NonFiniteReport] = []
+        self._names = ModuleNames()
+        self._search = _RoundSearch(self._names, self._after_update)
+        self._open = ExitStack()
+        self._rounds = Rounds()
         self._is_open = False
+        self._last: NonFiniteReport | None = None
+        # Gradients that were not finite when a round ended: the ids of parameter and gradient, and the gradient's version.
+        self._old: set[tuple[int, int, int]] = set()
 
     def open(self) -> None:
         """Begin to look, as the innermost of all that watches the thread."""
-        import mezzo.torch  # noqa: PLC0415 - PyTorch is there only now
-
-        self._found = mezzo.torch.find_nonfinite()
-        self._found.__enter__()
+        with ExitStack() as stack:
+            self._names = stack.enter_context(following_modules())
+            self._search = _RoundSearch(self._names, self._after_update)
+            stack.enter_context(listening(self._search))
+            stack.enter_context(self._search)
+            self._open = stack.pop_all()
         self._is_open = True
 
-    def after_step(self) -> None:
-        """See whether what was found has reached a step of an optimizer. To be called as the innermost, as `open`."""
-        if not self._is_open or self._found is None or self._found.first is None:
+    def _after_update(self) -> None:
+        if self._search.first is not None and self._last is None:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """Take down what was found, and begin anew if a scaler may have answered it."""
+        first = self._search.first
+        bad = self._bad_parameters()
+        if first is None or first.phase != "backward":
+            self._last = self._report(bad)
             return
-        self.close()
-        if self._found.first.phase == "backward" and not self._found.parameters:
-            self._overcome.append(self._found.report)
-            self.open()
+        new = [(name, one) for name, one in bad if _version(one) not in self._old]
+        self._rounds.add(self._report(new), {id(one) for _, one in new})
+        self._old = {_version(one) for _, one in bad}
+        self._search.begin_again([one.grad for _, one in bad if one.grad is not None])
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *, may_close: bool) -> None:
+        """See whether what was found has reached a step of an optimizer.
+
+        Args:
+            optimizer: It has made a step.
+            may_close: Whether this is the innermost of all that watches, so that it can end.
+        """
+        if not self._is_open or (self._search.first is None and not self._rounds.is_pending):
+            return
+        with unwatched():
+            self._judge(optimizer)
+        if self._last is not None and may_close:
+            self.close()
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._last is not None:
+            return
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        finite = all(one.grad is None or is_finite(values_of(one.grad)) for one in stepped)
+        if not finite and _is_skipped(optimizer):
+            return  # the update of the scale follows
+        if self._search.first is not None:
+            if finite:
+                self._end_round()
+            else:
+                self._last = self._report(self._bad_parameters())
+        if finite:
+            # A master is stepped in place of the model's parameter (`mezzo.torch.prepare`).
+            self._rounds.made_step({id(each) for one in stepped for each in (one, getattr(one, "model_param", one))})
 
     def close(self) -> None:
         """End. Called twice, it does nothing more."""
-        if self._is_open and self._found is not None:
-            self._is_open = False
-            self._found.__exit__(None, None, None)
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._open.close()
+        if self._last is None and self._search.first is not None:
+            with unwatched():
+                self._end_round()
+        self._search.forget()
 
-    @property
-    def report(self) -> NonFiniteReport:
-        """What was found; of what was overcome the first, if there was nothing else."""
-        last = self._found.report if self._found is not None else NonFiniteReport(None, (), 0)
-        if not self._overcome:
-            return last
-        first, times = self._overcome[0], len(self._overcome)
-        report = replace(first if last.first is None else last, ops=last.ops + sum(one.ops for one in self._overcome))
-        return replace(report, notes=(*report.notes, _overcome(first, times)))
+    def _bad_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = self._names.named_parameters()
+        return [(name, one) for name, one in named if one.grad is not None and not is_finite(values_of(one.grad))]
+
+    def _report(self, bad: list[tuple[str, nn.Parameter]]) -> NonFiniteReport:
+        parameters = count([one for _, one in bad]).read({id(one): name for name, one in bad}) if bad else ()
+        return NonFiniteReport(self._search.first, tuple(map(str, parameters)), self._search.ops)
+
+    def report(self, ended: str = "") -> ScriptSearch:
+        """Say what was found.
+
+        Args:
+            ended: By what the script ended, if it failed.
+
+        Returns:
+            What lasts: what was made by a forward pass or has reached a step, or the last of the backward passes that no
+            step followed.
+        """
+        search, last = self._search, self._last
+        notes = [f"{op} could not be looked at: {why}" for op, why in search.faults.items()]
+        if search.masks:
+            notes.insert(0, f"-Inf that the program writes on purpose was taken for a mask, {search.masks} times")
+        found = (last.first, last.parameters) if last is not None else (None, ())
+        return self._rounds.verdict(
+            NonFiniteReport(*found, search.ops, tuple(notes)), lasts=last is not None, ended=ended
+        )
 
 
-def _overcome(first: NonFiniteReport, times: int) -> str:
-    op = first.first
-    where = "" if op is None else f"{op.op.removeprefix('aten::')} of {'/'.join(op.path) or 'no module'}"
-    return (
-        f"{'once' if times == 1 else f'{times} times'} the training went on with finite gradients after a backward pass was "
-        f"not finite, as it does when a gradient scaler finds its scale; the first to overflow was {where}"
-    )
+class _RoundSearch(Search):
+    """A search that tells when a gradient scaler has updated its scale, and can begin anew."""
+
+    def __init__(self, names: ModuleNames, updated: Callable[[], None]) -> None:
+        super().__init__(names, last=_LAST, raise_error=False)
+        self._updated = updated
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what is called next does
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _UPDATE:
+            try:
+                with unwatched():
+                    self._updated()
+            except Exception as error:  # noqa: BLE001 - the script must not fail because somebody looks on; a note says it
+                self.faults.setdefault("the gradients", f"{type(error).__name__}: {error}")
+        return result
+
+    def begin_again(self, bad: Iterable[Tensor]) -> None:
+        """Look for another finding.
+
+        Args:
+            bad: What is known not to be finite, and is no finding when it goes into an op.
+        """
+        self.first = None
+        self._known = {address_of(one): count_exactly(one) for one in bad}
+
+
+_UPDATE = torch.ops.aten._amp_update_scale_.default
+
+
+def _version(parameter: nn.Parameter) -> tuple[int, int, int]:
+    grad = parameter.grad
+    return id(parameter), id(grad), -1 if grad is None else version_of(grad)
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a scaler has told a fused optimizer to leave out the step."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())

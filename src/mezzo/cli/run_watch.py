@@ -18,13 +18,13 @@ from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import Region, Report
 
 from .run_plan import RunPlan
-from .run_search import NonFiniteSearch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from mezzo.torch import explain
+    from mezzo.torch.explain import explain
 
+    from .run_search import NonFiniteSearch
     from .script_lint import ScriptLint
 
 __all__ = ["Watch"]
@@ -63,6 +63,7 @@ class Watch:
         self._lint: ScriptLint | None = None
         self._search: NonFiniteSearch | None = None
         self._notes: list[str] = []
+        self._ended = ""
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._open = ExitStack()
         self._records = ExitStack()
@@ -77,12 +78,13 @@ class Watch:
         Raises:
             SystemExit: The policy cannot be set with this PyTorch. The script does not run without what was asked for.
         """
-        import mezzo.torch  # noqa: PLC0415 - PyTorch is there only now
+        # Not `mezzo.torch.set_default_policy`: the import of that package may be the one that has led here.
+        from mezzo.torch.policies import set_default_policy  # noqa: PLC0415 - PyTorch is there only now
 
         self.started = True
         try:
             if self._plan.policy is not None:
-                mezzo.torch.set_default_policy(self._plan.policy)
+                set_default_policy(self._plan.policy)
         except MezzoError as error:
             sys.stderr.write(f"mezzo: {error}\n")
             raise SystemExit(2) from None
@@ -94,17 +96,19 @@ class Watch:
         self._try("watching", self._open_all)
 
     def _open_all(self) -> None:
-        import mezzo.torch  # noqa: PLC0415 - as above
+        from mezzo.torch.explain import explain  # noqa: PLC0415 - as above
 
         plan = self._plan
         os.register_at_fork(after_in_child=self._leave_child)
         if plan.find_nonfinite:
+            from .run_search import NonFiniteSearch  # noqa: PLC0415 - as above
+
             self._search = NonFiniteSearch()
             self._search.open()
             self._open.callback(self._search.close)
         if plan.explain:
             self._open.callback(self._end_of_records)
-            self._explained = self._records.enter_context(mezzo.torch.explain(numerics=plan.numerics))
+            self._explained = self._records.enter_context(explain(numerics=plan.numerics, shadow=plan.shadow))
         self._modes = _open_modes()
         if plan.lint:
             from .script_lint import ScriptLint  # noqa: PLC0415 - as above
@@ -121,13 +125,15 @@ class Watch:
         made = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if made == 1 and self._lint is not None:
             self._try("lint", partial(self._lint.look_at, optimizer))
-        if _open_modes() != self._modes:
-            return  # a mode that the script has opened since has to end first: they end in the order of a stack
-        if self._explained is not None and self._plan.steps is not None and made >= self._plan.steps:
+        # A mode that the script has opened since has to end first: they end in the order of a stack.
+        innermost = _open_modes() == self._modes
+        if innermost and self._explained is not None and self._plan.steps is not None and made >= self._plan.steps:
             self._end_of_records()
-        if self._explained is None and self._search is not None:
-            self._try("find_nonfinite", self._search.after_step)
-        self._modes = _open_modes()
+        if self._search is not None:
+            may_close = innermost and self._explained is None
+            self._try("find_nonfinite", partial(self._search.after_step, optimizer, may_close=may_close))
+        if innermost:
+            self._modes = _open_modes()
 
     def _end_of_records(self) -> None:
         self._try("explain", self._make_report)
@@ -147,14 +153,21 @@ class Watch:
             notes += (f"recorded to the end of step {made} of an optimizer",)
         self.report = replace(report, title=self._title, regions=regions, notes=notes)
 
-    def close(self) -> None:
-        """End all that is open, and finish the report. Called twice, it does nothing more."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End all that is open, and finish the report. Called twice, it does nothing more.
+
+        Args:
+            error: What the script has raised, if it did.
+        """
         if not self.started or self._closed or os.getpid() != self._process:
             return
         self._closed = True
+        self._ended = "" if error is None or isinstance(error, SystemExit) else type(error).__name__
         self._try("watching", self._open.close)
         if self._search is not None:
-            self.nonfinite = self._search.report
+            self.nonfinite = self._search.report(self._ended)
+        if self._ended and (self.report is not None or self._search is None):
+            self._notes.append(f"the script ended with {self._ended}")
         regions: tuple[Region, ...] = ()
         if self._lint is not None:
             self._try("lint", partial(self._lint.finish, getattr(sys.modules["__main__"], "__file__", None)))

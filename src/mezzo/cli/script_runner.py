@@ -12,7 +12,6 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from itertools import dropwhile, takewhile
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from . import after_import
+from .watch_frames import chained, entries, file_of, shorten_others, without_watchers
 
 __all__ = ["Target", "run_target", "without_runner"]
 
@@ -43,7 +43,7 @@ class Target:
     module: bool = False
 
 
-def run_target(target: Target) -> None:
+def run_target(target: Target, *, watched: bool = False) -> None:
     """Run a script in this process, as its ``__main__`` module.
 
     ``sys.argv``, ``sys.orig_argv``, ``sys.path[0]`` and ``sys.modules["__main__"]`` become what they are in
@@ -51,6 +51,7 @@ def run_target(target: Target) -> None:
 
     Args:
         target: What to run.
+        watched: Whether mezzo watches its ops, and so has frames in the traceback of one that fails.
 
     Raises:
         SystemExit: The script ended so, or the module cannot be found; the message then is that of ``python -m``.
@@ -70,7 +71,7 @@ def run_target(target: Target) -> None:
         raise
     except BaseException:
         # Python prints the traceback when it has left the last frame, so that is when to shorten it.
-        _shorten_what_is_printed()
+        _shorten_what_is_printed(watched=watched)
         raise
 
 
@@ -87,36 +88,26 @@ def without_runner(trace: TracebackType | None) -> TracebackType | None:
         >>> without_runner(None) is None
         True
     """
-    before = [*takewhile(lambda entry: _file(entry) != __file__, _entries(trace))]
+    before = [*takewhile(lambda entry: file_of(entry) != __file__, entries(trace))]
     shown: list[TracebackType] = []
-    for entry in dropwhile(lambda entry: _file(entry) == __file__, [*_entries(trace)][len(before) :]):
-        if _file(entry) != after_import.__file__:
+    for entry in dropwhile(lambda entry: file_of(entry) == __file__, [*entries(trace)][len(before) :]):
+        if file_of(entry) != after_import.__file__:
             shown.append(entry)
             continue
-        while shown and _file(shown[-1]).startswith("<frozen importlib."):
+        while shown and file_of(shown[-1]).startswith("<frozen importlib."):
             shown.pop()
-    result = None
-    for entry in reversed(shown):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result
+    return chained(shown)
 
 
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _file(entry: TracebackType) -> str:
-    return entry.tb_frame.f_code.co_filename
-
-
-def _shorten_what_is_printed() -> None:
+def _shorten_what_is_printed(*, watched: bool) -> None:
     hook = sys.excepthook
 
     def shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = hook
         trace = without_runner(trace)
+        if watched:
+            trace = without_watchers(trace)
+            shorten_others(error)
         error.__traceback__ = sys.last_traceback = trace
         hook(kind, error, trace)
 

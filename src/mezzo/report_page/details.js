@@ -95,7 +95,11 @@ function operandTable(row) {
 function numbersLine(numbers) {
   const lines = [
     `${count(numbers.elements)} numbers, |x| from ${small(numbers.min)} to ${small(numbers.max)}`,
-    numbers.nan || numbers.inf ? `${count(numbers.nan)} NaN, ${count(numbers.inf)} Inf` : "all finite",
+    numbers.nan || numbers.inf > numbers.masked
+      ? `${count(numbers.nan)} NaN, ${count(numbers.inf - numbers.masked)} Inf`
+      : numbers.masked
+        ? `${count(numbers.masked)} Inf of a mask, the others finite`
+        : "all finite",
     ...DTYPES.map((dtype) => {
       const loss = numbers.losses[dtype];
       const [inf, zero, subnormal] = [loss.overflow, loss.underflow, loss.subnormal].map(percent);

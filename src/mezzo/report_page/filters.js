@@ -13,11 +13,12 @@ class Filter {
     this.rows = rows;
     this.regions = regions;
     this.listeners = [];
+    this.setupRows = rows.filter((row) => row.setup).length;
     this.clear();
   }
 
   clear() {
-    Object.assign(this, { words: "", dtype: "", rule: "", phase: "", region: "", kind: "", module: [] });
+    Object.assign(this, { words: "", dtype: "", rule: "", phase: "", region: "", kind: "", module: [], setup: false });
   }
 
   get active() {
@@ -44,6 +45,7 @@ class Filter {
   tests() {
     const tests = [];
     const { dtype, rule, phase, region, kind } = this;
+    if (!this.setup && this.setupRows) tests.push((row) => !row.setup);
     if (rule) tests.push((row) => row.rule === rule);
     if (phase) tests.push((row) => row.phase === phase);
     if (region) tests.push((row) => row.region === Number(region));
@@ -131,6 +133,14 @@ function filterBar(filter) {
     hidden: true,
   });
   module.addEventListener("click", () => filter.set({ module: [] }));
+  const setup = node("button", {
+    id: "setup",
+    class: "chip",
+    type: "button",
+    title: "ops that fill parameters before a module has run, where autocast is off",
+    hidden: !filter.setupRows,
+  });
+  setup.addEventListener("click", () => filter.set({ setup: !filter.setup }));
   const clear = node("button", { id: "clear", type: "button" }, "clear");
   clear.addEventListener("click", () => {
     filter.clear();
@@ -145,8 +155,9 @@ function filterBar(filter) {
     }
     module.hidden = !filter.module.length;
     module.textContent = `${moduleName(filter.module)} \u00d7`;
+    setup.textContent = `${many(filter.setupRows, "initialisation op")}: ${filter.setup ? "hide" : "show"}`;
     clear.hidden = !filter.active;
-    number.textContent = filter.active
+    number.textContent = filter.shown.length < rows.length
       ? `${count(filter.shown.length)} of ${many(rows.length, "op")}`
       : many(rows.length, "op");
   });
@@ -177,6 +188,7 @@ function filterBar(filter) {
     kinds.length ? select("kind", "all ops", kinds) : null,
     select("region", "all regions", regions),
     module,
+    setup,
     clear,
     number,
   );

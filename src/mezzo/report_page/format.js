@@ -76,6 +76,19 @@ function isLow(dtype) {
   return /^(bfloat16|float16|float[468]_)/.test(dtype);
 }
 
+// Sizes known by name only count as 1.
+function elementsOf(shape) {
+  return shape.reduce((product, size) => product * (typeof size === "number" ? size : 1), 1);
+}
+
+const ORDER = ["float64", "float32", "bfloat16", "float16"];
+
+// The same order wherever dtypes stand side by side: the wide floats, the low ones, the rest by name.
+function byDtype(one, other) {
+  const place = (dtype) => (ORDER.includes(dtype) ? ORDER.indexOf(dtype) : ORDER.length + (isFloat(dtype) ? 0 : 1));
+  return place(one) - place(other) || (one < other ? -1 : 1);
+}
+
 function dtypeMark(dtype) {
   return node("span", { class: `dtype ${family(dtype)}` }, short(dtype));
 }

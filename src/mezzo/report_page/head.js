@@ -119,7 +119,7 @@ function totals(data, rows, filter) {
       node("div", { class: "line" }, legend),
       sums.lowShare === null
         ? ""
-        : node("div", { class: "line" }, `${percent(sums.lowShare)} of the float bytes in a low dtype`),
+        : node("div", { class: "line" }, `${percent(sums.lowShare)} of the float results in a low dtype`),
     ),
   ];
   const residuals = data.regions
@@ -137,11 +137,13 @@ function numbersFact(sums, filter) {
     sums.bad ? node("b", { class: "bad" }, `${count(sums.bad)} NaN or Inf`) : "no NaN, no Inf",
   );
   if (sums.bad) bad.addEventListener("click", () => filter.set({ kind: filter.kind === "bad" ? "" : "bad" }));
+  const masks = node("div", { class: "line" }, `${count(sums.masked)} Inf of masks`);
   return fact(
     "fact-numbers",
     "largest result",
     small(sums.max),
     bad,
+    sums.masked ? masks : "",
     !sums.elements
       ? ""
       : node(
@@ -178,7 +180,7 @@ function findingItem(finding, filter, hidden) {
   const links = where.map(([text, change]) => {
     const link = node("button", { class: "plain place", type: "button", title: "show its ops" }, text);
     link.addEventListener("click", () => {
-      filter.set({ dtype: "", rule: "", phase: "", region: "", kind: "", ...change });
+      filter.set({ dtype: "", rule: "", phase: "", region: "", kind: "", setup: true, ...change });
       document.getElementById("ops").scrollIntoView({ block: "start" });
     });
     return link;

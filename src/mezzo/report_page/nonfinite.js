@@ -38,7 +38,7 @@ function nonfiniteHeader(data) {
       "p",
       { class: "settings" },
       first
-        ? `the first of ${count(data.ops)} ops whose result is not finite though all that went in is`
+        ? `the first op whose result is not finite though all that went in is; ${many(data.ops, "op")} watched`
         : "numbers that are not finite",
     ),
   );

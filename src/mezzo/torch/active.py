@@ -185,7 +185,7 @@ class Slot(threading.local):
 
 
 _slots: dict[str, Slot] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _observers = 0  # in all threads; and who hears of entries
 _in_state = False  # whether anything has been kept in PyTorch's thread state
 

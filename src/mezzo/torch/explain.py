@@ -21,6 +21,7 @@ from mezzo.torch.op_places import rank_here
 from mezzo.torch.recorder import Recorder
 from mezzo.torch.seen_ops import SeenOp, recorded
 from mezzo.torch.shadow import Shadow
+from mezzo.torch.watch_mode import close, open_mode
 
 __all__ = ["explain"]
 
@@ -131,7 +132,10 @@ class explain:  # noqa: N801 - a verb, as autocast is a noun: it is called as a 
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         """Stop; what the block raised comes through."""
-        mine = next(one for one in reversed(self._watches) if one[0] == get_ident())
+        mine = next((one for one in reversed(self._watches) if one[0] == get_ident()), None)
+        if mine is None:
+            msg = "this explain block was entered in another thread; leave it there, where its mode is open."
+            raise OptionError(msg)
         self._watches.remove(mine)
         self._last = mine[1]
         self._last.close()
@@ -167,7 +171,8 @@ class _Watch:
         with ExitStack() as stack:
             self._names = stack.enter_context(following_modules(self._model))
             stack.enter_context(listening(self._recorder))
-            stack.enter_context(self._recorder)
+            open_mode(self._recorder)
+            stack.callback(close, self._recorder)
             self._open = stack.pop_all()
 
     def close(self) -> None:
@@ -180,9 +185,14 @@ class _Watch:
         seen = self._recorder.seen
         rank = rank_here()
         ops = [recorded(one, index, self._names, rank) for index, one in enumerate(seen)]
-        findings = Finding.merge(findings_of(ops, mastered=frozenset(prepared_names(self._names.models))))
+        notes, found = self._notes(seen), []
+        try:
+            found = [*findings_of(ops, mastered=frozenset(prepared_names(self._names.models)))]
+        except Exception as error:  # noqa: BLE001 - a rule that fails must not cost the records
+            notes.append(f"findings could not be looked for: {type(error).__name__}: {error}")
+        findings = Finding.merge(found)
         region = Region(title, _settings(seen, rank), tuple(op.record for op in ops), findings)
-        return Report(title, "torch", (region,) if ops else (), tuple(self._notes(seen)))
+        return Report(title, "torch", (region,) if ops else (), tuple(notes))
 
     def _notes(self, seen: list[SeenOp]) -> list[str]:
         recorder, notes = self._recorder, []

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mezzo.report_findings import Finding
 from mezzo.torch.lint_casts import activations_cast_again, redundant_casts, weights_cast_again
-from mezzo.torch.lint_dtypes import float32_memory, half_inputs, half_models, mixed_dtypes, slow_dtypes
-from mezzo.torch.lint_numbers import bce_after_sigmoid, float16_losses, lost_constants, overflowing_masks
+from mezzo.torch.lint_dtypes import float32_memory, half_inputs, half_models, slow_dtypes
+from mezzo.torch.lint_far import far_from_float32
+from mezzo.torch.lint_masks import overflowing_constants
+from mezzo.torch.lint_mixed import mixed_dtypes
+from mezzo.torch.lint_numbers import bce_after_sigmoid, float16_losses, lost_constants
+from mezzo.torch.lint_products import float32_products
 from mezzo.torch.lint_recording import Recording
 from mezzo.torch.lint_silent import float32_without_rule, gradients_underflow
 from mezzo.torch.lint_training import backward_in_region, scaled_gradients_clipped
@@ -17,8 +21,9 @@ __all__ = ["KINDS", "findings_of"]
 
 _RULES: tuple[Callable[[Recording], Iterator[Finding]], ...] = (
     # Wrong numbers first, then what costs time and memory.
-    overflowing_masks,
+    overflowing_constants,
     lost_constants,
+    far_from_float32,
     gradients_underflow,
     float16_losses,
     bce_after_sigmoid,
@@ -27,6 +32,7 @@ _RULES: tuple[Callable[[Recording], Iterator[Finding]], ...] = (
     half_models,
     half_inputs,
     slow_dtypes,
+    float32_products,
     redundant_casts,
     weights_cast_again,
     activations_cast_again,
@@ -37,7 +43,9 @@ _RULES: tuple[Callable[[Recording], Iterator[Finding]], ...] = (
 
 KINDS = (
     "mask overflow",
+    "constant overflow",
     "eps lost",
+    "far from float32",
     "gradients underflow",
     "float16 loss",
     "bce after sigmoid",
@@ -46,13 +54,14 @@ KINDS = (
     "half model under autocast",
     "half input",
     "slow dtype",
+    "float32 products",
     "redundant casts",
     "weight cast again",
     "activation cast again",
     "float32 memory",
     "mixed dtypes",
 )
-"""The kinds of findings, the gravest first: nine of wrong numbers, then six of time and memory."""
+"""The kinds of findings, the gravest first: eleven of wrong numbers, then seven of time and memory."""
 
 
 def findings_of(ops: Sequence[RecordedOp], *, mastered: frozenset[str] = frozenset()) -> Iterator[Finding]:

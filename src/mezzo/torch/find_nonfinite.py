@@ -16,7 +16,7 @@ from mezzo.torch.module_stack import following_modules
 from mezzo.torch.nonfinite import NonFinite, count
 from mezzo.torch.nonfinite_checks import is_finite
 from mezzo.torch.nonfinite_search import Search
-from mezzo.torch.watch_mode import unwatched
+from mezzo.torch.watch_mode import close, open_mode, unwatched
 
 __all__ = ["find_nonfinite"]
 
@@ -56,7 +56,7 @@ class find_nonfinite:  # noqa: N801 - a verb: `with find_nonfinite() as found`
         >>> print(found.first.cause)
         in float32 the result is finite, up to 1.8e+05; float16 ends at 65504
 
-    An op costs one more pass over its result, and some twenty microseconds. Each look is a host read: on an accelerator
+    An op costs one more pass over its result, and some fifty microseconds. Each look is a host read: on an accelerator
     the ops run one after the other.
     """
 
@@ -83,7 +83,8 @@ class find_nonfinite:  # noqa: N801 - a verb: `with find_nonfinite() as found`
             self._names = stack.enter_context(following_modules(self._model))
             search = Search(self._names, last=self._last, raise_error=self._raise_error)
             stack.enter_context(listening(search))
-            stack.enter_context(search)
+            open_mode(search)
+            stack.callback(close, search)
             self._open = stack.pop_all()
         self._search, self.parameters = search, ()
         search.is_open = True
@@ -131,6 +132,7 @@ class find_nonfinite:  # noqa: N801 - a verb: `with find_nonfinite() as found`
         if search is None:
             return NonFiniteReport(None, (), 0)
         notes = [f"{op} could not be looked at: {why}" for op, why in search.faults.items()]
+        notes += [f"{kind} cannot be looked at: {number} results" for kind, number in search.unseen.items()]
         if search.masks:
             notes.insert(0, f"-Inf that the program writes on purpose was taken for a mask, {search.masks} times")
         return NonFiniteReport(search.first, tuple(map(str, self.parameters)), search.ops, tuple(notes))

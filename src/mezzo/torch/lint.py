@@ -42,10 +42,10 @@ def lint(
     """Find what does not go with mixed precision, before anything runs.
 
     Looked for are: constants that a lower precision does not hold (the eps of norms and of optimizers, -1e9 of masks, in
-    attributes, buffers and code), losses in float16, binary cross-entropy after a sigmoid, ``.half()`` or ``.bfloat16()``
-    on a model or its inputs under autocast, a backward pass inside of a region, clipping of gradients that are still
-    scaled, and a dtype that this machine has no fast kernels for. What only shows when it runs, `mezzo.torch.explain`
-    finds.
+    attributes, buffers and code), losses in float16, binary cross-entropy after a sigmoid, logarithms of a sigmoid or a
+    softmax, ``.half()`` or ``.bfloat16()`` on a model or its inputs, a backward pass inside of a region, one of a float16
+    region with no scaler, clipping of gradients that are still scaled, and a dtype that this machine has no fast kernels
+    for. What only shows when it runs, `mezzo.torch.explain` finds.
 
     Code is read, not run; what is not written in it, such as a number that comes out of a configuration, is not seen. Code
     of PyTorch and of mezzo is left out. Buffers are read, which on a GPU waits for it. Nothing is changed; not to be called

@@ -169,5 +169,7 @@ def activations_cast_again(recording: Recording) -> Iterator[Finding]:
 
 def _casts_by_readers(recording: Recording, op: RecordedOp) -> Iterator[tuple[RecordedOp, Cast]]:
     for reader, operand in recording.readers(op):
-        if reader.record.phase == "forward" and reader.record.rule != "cast":
+        # Weights are told of as "weight cast again"; what made them is the code that initializes them.
+        weight = operand < len(reader.parameters) and reader.parameters[operand] is not None
+        if reader.record.phase == "forward" and reader.record.rule != "cast" and not weight:
             yield from ((reader, cast) for cast in reader.record.casts if cast.operand == operand)

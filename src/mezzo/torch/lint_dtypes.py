@@ -1,17 +1,16 @@
-"""Dtypes that cost something or that autocast was not made for: float32 in between, mixtures, low weights and inputs."""
+"""Dtypes that cost something or that autocast was not made for: float32 in between, low weights and inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from mezzo.report_findings import Finding, in_bytes
-from mezzo.report_records import itemsize
 from mezzo.torch.lint_hardware import slow_reason
 from mezzo.torch.lint_places import by_place, listed, op_name, path_of, precision_line, where
-from mezzo.torch.lint_recording import LOW, Recording, device_of, is_float, result_bytes
+from mezzo.torch.lint_recording import LOW, Recording, device_of, result_bytes
 from mezzo.torch.recorded import RecordedOp
 
-__all__ = ["float32_memory", "half_inputs", "half_models", "mixed_dtypes", "slow_dtypes"]
+__all__ = ["float32_memory", "half_inputs", "half_models", "slow_dtypes"]
 
 _FP32 = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
 _SHARE = 0.01
@@ -46,41 +45,6 @@ def float32_memory(recording: Recording) -> Iterator[Finding]:
 
 def _is_low(op: RecordedOp) -> bool:
     return any(dtype in LOW and shape for dtype, shape in zip(op.record.came, op.record.shapes_in, strict=True))
-
-
-def mixed_dtypes(recording: Recording) -> Iterator[Finding]:
-    """Find ops without a rule whose operands had different dtypes, so that the result has the wider one.
-
-    Args:
-        recording: The ops.
-
-    Yields:
-        A finding of the kind ``"mixed dtypes"`` for each place.
-    """
-    mixed = [op for op in recording.forward if op.record.rule == "not listed" and _narrowest(op)]
-    for group in by_place(mixed):
-        record = group[0].record
-        came = " and ".join(dict.fromkeys(dtype for dtype in record.used if is_float(dtype)))
-        low = _narrowest(group[0])
-        message = (
-            f"{op_name(record)}{where(group)} mixes {came}, has no rule in the policy, and gives {record.gave[0]} "
-            f"({in_bytes(sum(op.record.bytes_written for op in group))}); what follows may stay in {record.gave[0]}"
-        )
-        advice = f"if {record.gave[0]} is not meant here, cast the wide operand where it is made: .to(torch.{low})"
-        yield Finding("mixed dtypes", message, advice, record.source, path_of(group), len(group))
-
-
-def _narrowest(op: RecordedOp) -> str:
-    """Give the narrowest dtype among the operands, if the result has a wider one; else nothing."""
-    record = op.record
-    if not record.gave or not is_float(record.gave[0]):
-        return ""
-    # An operand of no dimension does not take part in the choice of the dtype.
-    dtypes = [dtype for dtype, shape in zip(record.used, record.shapes_in, strict=True) if is_float(dtype) and shape]
-    if len(set(dtypes)) < 2:
-        return ""
-    narrow = min(dtypes, key=itemsize)
-    return narrow if itemsize(record.gave[0]) > itemsize(narrow) else ""
 
 
 def half_models(recording: Recording) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ def module_findings(model: nn.Module, dtype: str, in_float32: Callable[[str], bo
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
         >>> [finding.kind for finding in module_findings(net.half(), "float16", lambda op: False)]
-        ['half model under autocast']
+        ['half weights']
     """
     named: dict[int, tuple[str, nn.Module]] = {}
     for found in named_modules(model):
@@ -68,11 +68,11 @@ def _low_weights(model: nn.Module) -> Iterator[Finding]:
         if low:
             word = str(dtype).removeprefix("torch.")
             message = (
-                f"{len(low)} parameters are stored in {word} ({listed(low)}): autocast casts by itself, and updates of low "
-                "weights are rounded, small ones to nothing"
+                f"{len(low)} parameters are stored in {word} ({listed(low)}): updates of low weights are rounded, small "
+                "ones to nothing; under autocast weights stay in float32, and ops cast them"
             )
             advice = "model.float(), or: model, optimizer = mezzo.torch.prepare(model, optimizer)"
-            yield Finding("half model under autocast", message, advice, None, (common_name(low[:1]),), len(low))
+            yield Finding("half weights", message, advice, None, (common_name(low[:1]),), len(low))
 
 
 def _numbers(modules: Named, dtype: str, in_float32: Callable[[str], bool]) -> Iterator[Finding]:

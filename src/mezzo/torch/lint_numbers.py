@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mezzo.report_findings import Finding
-from mezzo.torch.lint_constants import becomes_infinite, becomes_one, largest, smallest, vanishes
-from mezzo.torch.lint_places import by_place, op_name, path_of, precision_line, where
-from mezzo.torch.lint_recording import LOW, Recording, casts_of, low_result
+from mezzo.torch.lint_constants import becomes_one, largest, smallest, vanishes
+from mezzo.torch.lint_places import base_name, by_place, op_name, path_of, precision_line, where
+from mezzo.torch.lint_recording import LOW, Recording, low_result
 from mezzo.torch.recorded import RecordedOp
 
-__all__ = ["LOSSES", "bce_after_sigmoid", "float16_losses", "lost_constants", "overflowing_masks"]
+__all__ = ["LOSSES", "bce_after_sigmoid", "float16_losses", "lost_constants"]
 
 _ADDS = ("add", "clamp", "clamp_min", "maximum", "_foreach_add", "_foreach_clamp_min", "_foreach_maximum")
-_FILLS = ("masked_fill", "where", "full", "full_like", "fill", "scalar_tensor", "new_full", "constant_pad_nd")
-_MASKS = (*_FILLS, "mul", "add", "sub", "rsub")
 _MAKES_CONSTANTS = frozenset(("aten::scalar_tensor", "aten::full"))
 
 LOSSES = frozenset(
@@ -27,11 +25,6 @@ LOSSES = frozenset(
     )
 )
 """Ops that are a loss."""
-
-
-def _base(op: RecordedOp) -> str:
-    """Give the op's bare name, that of ``add_`` being ``add``."""
-    return op_name(op.record).removesuffix("_")
 
 
 def lost_constants(recording: Recording) -> Iterator[Finding]:
@@ -61,7 +54,7 @@ def lost_constants(recording: Recording) -> Iterator[Finding]:
 
 
 def _lost_number(recording: Recording, op: RecordedOp) -> float | None:
-    base, low = _base(op), low_result(op.record)
+    base, low = base_name(op.record), low_result(op.record)
     if base not in _ADDS or not low:
         return None
     for number in _constants(recording, op):
@@ -75,7 +68,9 @@ def _lost_number(recording: Recording, op: RecordedOp) -> float | None:
 def _constants(recording: Recording, op: RecordedOp) -> tuple[float, ...]:
     """Give the numbers that an op works with, also those that were made into a tensor of no dimension for it."""
     shapes = op.record.shapes_in
-    found = [*op.scalars] if _base(op) != "add" or len(shapes) == 1 else []  # of two tensors it is the factor alpha
+    found = (
+        [*op.scalars] if base_name(op.record) != "add" or len(shapes) == 1 else []
+    )  # of two tensors it is the factor alpha
     for operand, shape in enumerate(shapes):
         maker = recording.producer(op, operand) if not shape else None
         if maker is not None and maker.record.op in _MAKES_CONSTANTS:
@@ -90,44 +85,6 @@ def _eps_advice(group: list[RecordedOp], low: str) -> str:
             "or fused=True, which computes in float32"
         )
     return f"compute it in float32: {precision_line(group, 'fp32')}; or take a number that {low} holds, such as 1e-4"
-
-
-def overflowing_masks(recording: Recording) -> Iterator[Finding]:
-    """Find finite numbers, such as the -1e9 of a mask, that are infinite in float16.
-
-    Args:
-        recording: The ops.
-
-    Yields:
-        A finding of the kind ``"mask overflow"`` for each place and number.
-    """
-    ops, numbers = [], []
-    for op in recording.forward:
-        found = [one for one in op.scalars if becomes_infinite(one, "float16")]
-        if found and _base(op) in _MASKS and _reaches_float16(recording, op):
-            ops.append(op)
-            numbers.append(found[0])
-    number_of = {id(op): number for op, number in zip(ops, numbers, strict=True)}
-    for group in by_place(ops, numbers):
-        number, record = number_of[id(group[0])], group[0].record
-        message = (
-            f"{op_name(record)}{where(group)} has the constant {number:g}, which is {'-' if number < 0 else ''}inf in "
-            f"float16: its largest number is {largest('float16'):g}. A row of which all is masked becomes NaN in softmax"
-        )
-        advice = "fill with torch.finfo(x.dtype).min, x being what is masked"
-        yield Finding("mask overflow", message, advice, record.source, path_of(group), len(group))
-
-
-def _reaches_float16(recording: Recording, op: RecordedOp) -> bool:
-    if low_result(op.record) == "float16":
-        return True
-    if _base(op) not in (*_FILLS, "mul"):
-        return False
-    return any(
-        cast.operand == operand and cast.used == "float16"
-        for reader, operand in recording.readers(op)
-        for cast in casts_of(reader.record)
-    )
 
 
 def float16_losses(recording: Recording) -> Iterator[Finding]:

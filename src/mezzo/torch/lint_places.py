@@ -9,6 +9,7 @@ from mezzo.report_records import OpRecord
 from mezzo.torch.recorded import RecordedOp
 
 __all__ = [
+    "base_name",
     "by_place",
     "common_name",
     "listed",
@@ -29,6 +30,11 @@ def name_of(record: OpRecord) -> str:
 def op_name(record: OpRecord) -> str:
     """Give an op's name as a user writes it: ``"softmax"`` for ``"aten::softmax.int"``."""
     return record.op.removeprefix("aten::").split(".")[0]
+
+
+def base_name(record: OpRecord) -> str:
+    """Give an op's name without the mark of one that works in place: ``"add"`` for ``"aten::add_"``."""
+    return op_name(record).removesuffix("_")
 
 
 def common_name(names: Iterable[str]) -> str:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from mezzo.report_findings import Finding
 from mezzo.report_records import SourceLine
 from mezzo.torch.lint_constants import becomes_infinite, becomes_one, smallest, vanishes
+from mezzo.torch.lint_logs import log_findings
 from mezzo.torch.lint_syntax import called, calls_in, constant, has_float32, keyword, receiver
 from mezzo.torch.lint_training_source import Function, functions_in, training_findings
+from mezzo.torch.lint_unscaled import unscaled_backward
 
 __all__ = ["source_findings"]
 
@@ -75,10 +77,23 @@ def source_findings(
         yield from _bce(place, function)
         yield from (
             place.finding(kind, message, advice, node)
-            for kind, message, advice, node in training_findings(function, dtype)
+            for kind, message, advice, node in (
+                *log_findings(function, dtype, in_float32),
+                *training_findings(function, dtype),
+            )
         )
+    for call in unscaled_backward(tree):
+        yield Finding("no gradient scaler", _UNSCALED, _SCALER, SourceLine(file, call.lineno), path)
 
 
+_UNSCALED = (
+    "the backward pass of a float16 region begins with a loss that no scaler has scaled: gradients below 3e-08 become 0, "
+    "and what they are for does not learn"
+)
+_SCALER = (
+    "scaler = mezzo.torch.GradScaler(device); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); or "
+    "dtype=torch.bfloat16, which needs none"
+)
 _MASK_ADVICE = "fill with torch.finfo(x.dtype).min, x being what is masked"
 _EPS_ADVICE = "compute it on x.float(), or take a number that {} holds, such as 1e-4"
 

@@ -6,7 +6,17 @@ import ast
 import operator
 from collections.abc import Callable, Iterator
 
-__all__ = ["called", "calls_in", "constant", "has_float32", "is_autocast", "keyword", "low_cast", "receiver"]
+__all__ = [
+    "called",
+    "calls_in",
+    "constant",
+    "dtype_named",
+    "has_float32",
+    "is_autocast",
+    "keyword",
+    "low_cast",
+    "receiver",
+]
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -39,7 +49,7 @@ def constant(node: ast.AST | None) -> float | None:
         case ast.Attribute(value=ast.Call() as call, attr="min" | "max" as end) if (
             called(call) == "finfo" and call.args
         ):
-            bound = _FINFO.get(_dtype(call.args[0]))
+            bound = _FINFO.get(dtype_named(call.args[0]))
             return bound if bound is None or end == "max" else -bound
     return None
 
@@ -117,7 +127,7 @@ def low_cast(call: ast.Call) -> str:
         return _CAST_METHODS[name]
     if name not in ("to", "type"):
         return ""
-    dtypes = (_dtype(node) for node in (*call.args, *(one.value for one in call.keywords)))
+    dtypes = (dtype_named(node) for node in (*call.args, *(one.value for one in call.keywords)))
     return next((dtype for dtype in dtypes if dtype in _CAST_METHODS.values()), "")
 
 
@@ -127,11 +137,17 @@ def has_float32(node: ast.AST | None) -> bool:
         return False
     return any(
         (isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in ("float", "double"))
-        or _dtype(one) in _FINFO
+        or dtype_named(one) in _FINFO
         for one in ast.walk(node)
     )
 
 
-def _dtype(node: ast.AST) -> str:
+def dtype_named(node: ast.AST) -> str:
+    """Give the dtype that an expression names, by its full name; the name itself if it is none.
+
+    Example:
+        >>> [dtype_named(ast.parse(text).body[0].value) for text in ("torch.half", "'float32'", "f(x)")]
+        ['float16', 'float32', '']
+    """
     name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else ""
     return {"half": "float16", "float": "float32", "double": "float64"}.get(name, name) if isinstance(name, str) else ""

@@ -15,6 +15,8 @@ _Found = tuple[str, str, str, ast.expr]
 """Kind, message, advice, and where."""
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_MOVES = ("to", "cuda", "cpu", "contiguous", "rand", "randn", "ones", "zeros", "tensor", "from_numpy", "load", "next")
+"""Calls that make or move what goes into a model; another computes something."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -134,6 +136,7 @@ def _low_casts(function: Function) -> Iterator[_Found]:
     handed = [argument for call in in_region for argument in (*call.args, *(one.value for one in call.keywords))]
     inputs = {ast.unparse(argument) for argument in handed}
     inline = {id(call) for argument in handed for call in calls_in(argument)}
+    made = _names_set(function.region_nodes)
     for call, names in _casts(function):
         cast = ast.unparse(call.func).rsplit(".", 1)[-1]
         if names & models:
@@ -141,9 +144,23 @@ def _low_casts(function: Function) -> Iterator[_Found]:
             message = f"{name} is stored in {low_cast(call)} and called under autocast, which casts by itself"
             advice = f"leave .{cast}() away, or: {name}, optimizer = mezzo.torch.prepare({name}, optimizer)"
             yield "half model under autocast", message, advice, call
-        elif names & inputs or (id(call) in inline and not names):
+        elif (names & inputs or (id(call) in inline and not names)) and not _is_activation(call, made):
             message = f"{ast.unparse(call)}: an input is cast to {low_cast(call)} before autocast sees it"
             yield "half input", message, f"hand it over in float32: leave .{cast}() away", call
+
+
+def _names_set(nodes: list[ast.AST]) -> set[str]:
+    stores = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return {node.id for node in stores}
+
+
+def _is_activation(cast: ast.Call, made: set[str]) -> bool:
+    """Say whether what is cast was computed in a region, or by a function: then it is no input."""
+    if not isinstance(cast.func, ast.Attribute):
+        return False
+    value = cast.func.value
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return bool(names & made) or any(called(call) not in _MOVES for call in calls_in(value))
 
 
 def _casts(function: Function) -> Iterator[tuple[ast.Call, set[str]]]:

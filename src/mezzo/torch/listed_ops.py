@@ -23,6 +23,7 @@ from mezzo.policy import Policy
 from mezzo.torch.active import Active, hear_of_entries, slot_for
 from mezzo.torch.casting import dtype_name
 from mezzo.torch.eager import runs_eagerly
+from mezzo.torch.memory_places import place_of
 from mezzo.torch.ops import NUMBERS, OpSpec, expand_rules, op_spec
 from mezzo.torch.plans import device_rules
 from mezzo.torch.switch import let_through
@@ -74,8 +75,9 @@ class Listed:
 
     def is_cast(self, source: Tensor, to: torch.dtype) -> None:
         """Take down that a tensor is cast inside of the op, which may be one of its arguments."""
+        place = place_of(source)
         for number, tensor in enumerate(self.tensors):
-            if tensor.dtype is source.dtype and tensor.data_ptr() == source.data_ptr():
+            if tensor is source or (tensor.dtype is source.dtype and place[1] and place_of(tensor) == place):
                 self.cast_to[number] = to
 
 

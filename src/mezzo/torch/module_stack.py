@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.torch.memory_places import NO_PLACE, MemoryPlace, place_of
 from mezzo.torch.module_names import inner_of, named_modules
 from mezzo.torch.watch_mode import is_watched
 
@@ -47,14 +48,21 @@ class ModuleNames:
         self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._below: list[dict[int, tuple[str, ...]]] = []
         self._prefixes: dict[int, str] = {}
-        self._parameters: dict[int, tuple[int, str, str]] = {}
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int, str, str]] = {}
+        self._alone: dict[int, int | None] = {}  # by the storage its only parameter; None if there are several
+        self._given: set[int] = set()
+        self._holders: tuple[int, _Holders] | None = None  # as they were when there were so many roots
         self._noted: set[tuple[int, str]] = set()
 
     def add(self, model: nn.Module) -> None:
         """Have the names of a model's modules begin at that model, also of modules that are called by themselves."""
         while (inner := inner_of(model)) is not None:
             model = inner
-        self._prefixes[self._root(model)] = ""
+        number = self._root(model)
+        self._prefixes[number] = ""
+        self._given.add(number)
+        for found in named_modules(model):
+            self._note_parameters(found.module, (number, found.name))
 
     def enter(self, module: nn.Module, around: Running) -> Running:
         """Say which module runs, once one has been called from the one around it."""
@@ -78,7 +86,9 @@ class ModuleNames:
         reference = weakref.ref(module)
         self._known[id(module)] = reference, len(self._roots)
         self._roots.append(reference)
-        self._titles.append(type(module).__name__)
+        title = type(module).__name__
+        again = sum(one.partition(" ")[0] == title for one in self._titles) + 1
+        self._titles.append(title if again == 1 else f"{title} {again}")
         self._below.append(_names_below(module))
         return len(self._roots) - 1
 
@@ -95,16 +105,34 @@ class ModuleNames:
 
     def _note_parameters(self, module: nn.Module, here: Running) -> None:
         for name, tensor in (*module._buffers.items(), *module._parameters.items()):
-            if tensor is not None and (address := address_of(tensor)):
-                self._parameters[address] = (*here, name)
+            place = NO_PLACE if tensor is None else place_of(tensor)
+            if tensor is not None and place[1]:
+                self._parameters[place[1]] = weakref.ref(tensor), *here, name
+                self._alone[place[0]] = None if self._alone.get(place[0], place[1]) != place[1] else place[1]
 
-    def parameter_at(self, address: int) -> str | None:
-        """Give the name of the parameter or buffer whose storage begins at an address; None if none is known."""
-        known = self._parameters.get(address)
-        if known is None:
+    def parameter_at(self, place: MemoryPlace) -> str | None:
+        """Give the name of the parameter or buffer that is at a place, or a view of which is; None if none is known."""
+        known = self._parameters.get(place[1])
+        if known is None:  # a part of the only parameter in this storage
+            known = self._parameters.get(self._alone.get(place[0]) or 0)
+        if known is None or known[0]() is None:  # its memory may be another's by now
             return None
-        number, below, name = known
-        return ".".join(filter(None, (self._prefix(number), below, name)))
+        return self._dotted(*known[1:])
+
+    def find_parameter(self, place: MemoryPlace) -> str | None:
+        """Do the same also for modules that have not run, such as one that a checkpoint is loaded into; it takes a while."""
+        if (known := self.parameter_at(place)) is not None or not place[1]:
+            return known
+        for thing in gc.get_objects():
+            if issubclass(type(thing), nn.Module):
+                parts = vars(thing)
+                for name, tensor in (*parts.get("_buffers", {}).items(), *parts.get("_parameters", {}).items()):
+                    if tensor is not None and place_of(tensor) == place:
+                        return ".".join(filter(None, (_name_in_others(thing, _all_holders()), name)))
+        return None
+
+    def _dotted(self, number: int, *names: str) -> str:
+        return ".".join(filter(None, (self._prefix(number), *names)))
 
     @property
     def models(self) -> list[nn.Module]:
@@ -116,8 +144,7 @@ class ModuleNames:
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for number, root in enumerate(one() for one in self._roots):
             for below, parameter in root.named_parameters() if root is not None else ():
-                name = ".".join(filter(None, (self._prefix(number), below)))
-                found.setdefault(id(parameter), (name, parameter))
+                found.setdefault(id(parameter), (self._dotted(number, below), parameter))
         return list(found.values())
 
     def path(self, running: Running) -> tuple[str, ...]:
@@ -133,14 +160,25 @@ class ModuleNames:
         number, below = running
         if number < 0:
             return ()
-        name = ".".join(filter(None, (self._prefix(number), below)))
-        return (name or f"({self._titles[number]})",)
+        return (self._dotted(number, below) or f"({self._titles[number]})",)
 
     def _prefix(self, number: int) -> str:
         if number not in self._prefixes:
             root = self._roots[number]()
-            self._prefixes[number] = _name_in_others(root) if root is not None else ""
-        return self._prefixes[number]
+            if self._holders is None or self._holders[0] <= number:
+                self._holders = len(self._roots), _all_holders()
+            self._prefixes[number] = _name_in_others(root, self._holders[1]) if root is not None else ""
+        prefix = self._prefixes[number]
+        if prefix or number in self._given or not self._is_model(number) or self._models() < 2:
+            return prefix
+        # Of two models that have a layer "0", each is called by its class.
+        return f"({self._titles[number]})"
+
+    def _models(self) -> int:
+        return sum(map(self._is_model, range(len(self._roots))))
+
+    def _is_model(self, number: int) -> bool:
+        return len(self._below[number]) > 1 and not self._prefixes.get(number)
 
 
 def _names_below(root: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -150,32 +188,34 @@ def _names_below(root: nn.Module) -> dict[int, tuple[str, ...]]:
     return {key: tuple(each) for key, each in names.items()}
 
 
-def _name_in_others(module: nn.Module) -> str:
-    """Give the name of a module in the model that it is a part of, though it was called by itself.
+_Holders = dict[int, tuple[weakref.ref[nn.Module], str]]
+"""By the identity of a module one that holds it, and the name there."""
 
-    It takes a look at all that lives, and happens only when somebody asks for the name.
-    """
-    holders: dict[int, tuple[nn.Module, str]] = {}
+
+def _all_holders() -> _Holders:
+    """Look at all that lives; it takes a while, and happens only when somebody asks for a name."""
+    holders: _Holders = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module):
             for name, child in thing.__dict__.get("_modules", {}).items():
-                holders.setdefault(id(child), (thing, name))
+                holders.setdefault(id(child), (weakref.ref(thing), name))
+    return holders
+
+
+def _name_in_others(module: nn.Module, holders: _Holders) -> str:
+    """Give the name of a module in the model that it is a part of, though it was called by itself."""
     parts: list[str] = []
     seen: set[int] = set()
     while id(module) in holders and id(module) not in seen:
         seen.add(id(module))
-        module, name = holders[id(module)]
+        reference, name = holders[id(module)]
+        holder = reference()
+        if holder is None or holder._modules.get(name) is not module:
+            break
+        module = holder
         if inner_of(module) is None:  # else it is the name that a wrapper has for what it wraps
             parts.append(name)
     return ".".join(reversed(parts))
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Give where a tensor's storage begins; 0 if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 class _Thread(threading.local):
@@ -187,7 +227,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a generator that holds a block may be closed by the garbage collector
 _following: list[ModuleNames] = []
 _handles: list[RemovableHandle] = []
 _filters: list[Any] = []

@@ -18,6 +18,7 @@ from mezzo.nonfinite_report import OperandRange
 from mezzo.torch.casting import dtype_name
 from mezzo.torch.listed_ops import Listed, RuleHere
 from mezzo.torch.nonfinite_checks import Counted
+from mezzo.torch.numerics import is_plain
 from mezzo.torch.op_facts import OpFacts, is_float, tensors_of
 from mezzo.torch.op_places import Place, rank_here
 from mezzo.vocabulary import base_name
@@ -44,7 +45,7 @@ class Call(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why.
+    """Why a result is not finite.
 
     Attributes:
         kind: ``"range"``: the dtype's; ``"cast"``: the same, in a cast; ``"domain"``: the op is not defined there;
@@ -52,15 +53,19 @@ class Cause(NamedTuple):
         text: In words.
         cure: What the program should do, for a domain; empty for others.
         dtype: The dtype that was too narrow.
+        flows_on: Whether the result itself, computed in float32, does not fit that dtype, whatever reads it next.
     """
 
     kind: str
     text: str
     cure: str = ""
     dtype: str = ""
+    flows_on: bool = False
 
 
-def cause_of(call: Call, result: Tensor, gave: Counted, ranges: Sequence[OperandRange], *, came_in: bool) -> Cause:
+def cause_of(
+    call: Call, result: Tensor, gave: Counted, ranges: Sequence[OperandRange], place: Place, *, came_in: bool
+) -> Cause:
     """Find out why a result is not finite.
 
     Args:
@@ -68,6 +73,7 @@ def cause_of(call: Call, result: Tensor, gave: Counted, ranges: Sequence[Operand
         result: What is not finite: a result, or what came in.
         gave: What of it is not.
         ranges: Those of the operands.
+        place: Where it belongs.
         came_in: Whether it came in.
     """
     if came_in:
@@ -76,6 +82,8 @@ def cause_of(call: Call, result: Tensor, gave: Counted, ranges: Sequence[Operand
             f"the parameter {name}" if name else "an operand that no op here has made (data, or what was made before)"
         )
         outside = _DATA if rank_here() is None else f"{_DATA}; and {_OTHER_RANK}"
+        if name and call.facts.writes:  # it is just now that the parameter gets them
+            return Cause("came in", f"{gave.kind} is written into {name}, out of what no op here has made", outside)
         return Cause("came in", f"{what} has {gave.kind} already", _PARAMETER if name else outside)
     dtype = dtype_name(result.dtype)
     largest = torch.finfo(result.dtype).max
@@ -84,15 +92,18 @@ def cause_of(call: Call, result: Tensor, gave: Counted, ranges: Sequence[Operand
             (abs(bound) for one in ranges for bound in (one.low, one.high) if bound is not None), default=math.nan
         )
         return Cause(
-            "cast", f"a cast to {dtype}, which ends at {largest:.5g}, of numbers up to {high:.4g}", dtype=dtype
+            "cast", f"a cast to {dtype}, which ends at {largest:.5g}, of numbers up to {high:.6g}", dtype=dtype
         )
+    if place.node.startswith(_ROOT_NODES) and any(one.low == 0 for one in ranges):
+        text = f"the derivative of a root at 0 ({place.node})"
+        return Cause("domain", text, "add an eps under the root: (x + eps).sqrt()")
     domain = _domain(call, ranges, gave)
     if domain is not None:
         return domain
     if result.dtype.itemsize < 4:
         wide = _in_float32(call)
         if wide is not None:
-            return Cause("range", _too_narrow(dtype, largest, wide), dtype=dtype)
+            return Cause("range", _too_narrow(dtype, largest, wide), dtype=dtype, flows_on=wide > largest)
     if gave.nan and any(one.inf for one in ranges):
         return Cause("domain", "Inf - Inf, 0 * Inf or the like: an operand has Inf", "look where the Inf comes from")
     if result.dtype.itemsize >= 4:
@@ -111,7 +122,9 @@ def _too_narrow(dtype: str, largest: float, wide: float) -> str:
 
 def _in_float32(call: Call) -> float | None:
     """Run the op in float32; give the largest absolute value of its results, None if they are not finite or it failed."""
-    if call.facts.writes or call.facts.is_random:
+    # What is not PyTorch's own may do anything, such as wait for other processes.
+    again = isinstance(call.func, torch._ops.OpOverload) and call.func.namespace in ("aten", "prims")
+    if not again or call.facts.writes or call.facts.is_random or not all(map(is_plain, _floats(call))):
         return None
 
     def widened(value: Any) -> Any:
@@ -136,6 +149,7 @@ def _in_float32(call: Call) -> float | None:
     return largest
 
 
+_ROOT_NODES = ("SqrtBackward", "RsqrtBackward", "NormBackward", "LinalgVectorNormBackward", "CdistBackward")
 _DATA = "look at the data and at what made it: no precision helps against it"
 _OTHER_RANK = "look at what the other ranks report: gradients are added up over all of them"
 _PARAMETER = (
@@ -165,18 +179,20 @@ def _domain(call: Call, ranges: Sequence[OperandRange], gave: Counted) -> Cause 
         )
     if name in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh", "pow") and gave.nan:
         return Cause("domain", f"{name} outside of where it is defined", f"{_ROOT}, or clamp to its domain")
-    if name in ("sqrt_backward", "norm_backward", "linalg_vector_norm_backward"):
-        return Cause("domain", "the derivative of a root at 0", "add an eps under the root")
     if "softmax" in name and gave.nan and any(one.inf for one in ranges):
         text = "softmax of a row in which all is -Inf: everything is masked out"
         return Cause("domain", text, "leave one position of each row unmasked, or set such rows to 0 afterwards")
     return None
 
 
+def _floats(call: Call) -> list[Tensor]:
+    return [one for one in tensors_of((*call.args, *call.kwargs.values())) if is_float(one.dtype)]
+
+
 def _to_a_negative(call: Call) -> bool:
     exponent = call.args[1] if len(call.args) > 1 else 1
     if isinstance(exponent, Tensor):
-        return bool((exponent < 0).any())
+        return is_plain(exponent) and bool((exponent < 0).any())
     return isinstance(exponent, int | float) and exponent < 0
 
 
@@ -187,7 +203,7 @@ def _has_zero(call: Call) -> bool:
     divisors = operands[place : place + 1]
     if len(call.args) > 1 and not isinstance(call.args[1], Tensor) and call.args[1] == 0:
         return place == 1
-    return any(bool((one == 0).any()) for one in divisors)
+    return any(is_plain(one) and bool((one == 0).any()) for one in divisors)
 
 
 def advice_for(cause: Cause, op: str, path: tuple[str, ...], place: Place, region: RuleHere | None) -> tuple[str, ...]:
@@ -200,10 +216,7 @@ def advice_for(cause: Cause, op: str, path: tuple[str, ...], place: Place, regio
         place: Where it belongs.
         region: The region it ran in.
     """
-    named = bool(path) and "(" not in path[0]
-    in_float32 = (
-        f'keep this module in float32:\nmezzo.torch.set_precision(model, {{"{path[0]}": "fp32"}})' if named else ""
-    )
+    in_float32 = _module_line(path)
     if cause.kind in ("came in", "domain"):
         # The 0 may be a small number that a lower precision has lost.
         lost = cause.kind == "domain" and region is not None and in_float32
@@ -224,8 +237,13 @@ def advice_for(cause: Cause, op: str, path: tuple[str, ...], place: Place, regio
         advice.append(f"leave out the cast to {cause.dtype} in this line, or scale the numbers down before it")
     if not (cause.kind == "cast" and cast_by_program(op)):
         advice.append(_rule_line(target, region))
-    if named:
+    if in_float32:
         advice.append(in_float32)
+    if cause.flows_on and place.phase == "forward":
+        advice.append(
+            f"the result does not fit {cause.dtype}, so what reads it next in {cause.dtype} needs the same, or smaller "
+            "numbers: divide before this op, or normalize"
+        )
     if cause.dtype == "float16":
         advice.append("use bfloat16, whose range is float32's: autocast(..., dtype=torch.bfloat16)")
     return tuple(advice)
@@ -236,13 +254,25 @@ def cast_by_program(op: str) -> bool:
     return op in ("aten::_to_copy", "aten::copy_")
 
 
+def _module_line(path: tuple[str, ...]) -> str:
+    """Give the advice to keep a module in float32; nothing if its name is no module's of a model."""
+    model, _, name = path[0].rpartition(").") if path else ("", "", "")
+    if not name or "(" in name:
+        return ""
+    whose = f" of {model.removeprefix('(')}" if model else ""
+    return f'keep this module{whose} in float32:\nmezzo.torch.set_precision(model, {{"{name}": "fp32"}})'
+
+
 def _rule_line(op: str, region: RuleHere | None) -> str:
     name = base_name(op).removeprefix("aten::")
-    known = region.policy if region is not None and region.policy in builtin_names() else "default"
-    policy = mezzo.builtin_policy(known).override({op: "fp32"}) if _can_be_ruled(op) else None
-    if policy is None:
+    if not _can_be_ruled(op):
         return f"cast what goes into {name} to float32: .float()"
-    code = f'policy = mezzo.builtin_policy("{known}").override({{"{name}": "fp32"}})'
+    given = f'{{"{name}": "fp32"}}'
+    if region is not None and region.policy not in builtin_names():
+        code = f"policy = policy.override({given})  # your policy {region.policy!r}"
+    else:
+        known = "default" if region is None else region.policy
+        code = f'policy = mezzo.builtin_policy("{known}").override({given})'
     return f"run {name} in float32:\n{code}\nmezzo.torch.autocast(..., policy=policy)"
 
 

@@ -13,7 +13,7 @@ from mezzo.torch.numerics import is_plain
 from mezzo.torch.op_facts import is_float
 from mezzo.torch.seen_ops import shape_of
 
-__all__ = ["Counted", "count_exactly", "is_finite", "range_of"]
+__all__ = ["FINITE", "Counted", "can_be_looked_at", "count_exactly", "is_finite", "range_of"]
 
 
 class Counted(NamedTuple):
@@ -52,7 +52,7 @@ def is_finite(tensor: Tensor) -> bool:
     Args:
         tensor: Any tensor; of a kind that cannot be looked at it is said to be.
     """
-    if tensor.dtype.itemsize == 1 or not is_plain(tensor):  # float8 has no sum
+    if tensor.dtype.itemsize == 1 or tensor.dtype is torch.complex32 or not is_plain(tensor):  # these have no sum
         return not count_exactly(tensor).any
     total = tensor.sum().item()
     return bool(total - total == 0) or not count_exactly(tensor).any
@@ -66,17 +66,42 @@ def count_exactly(tensor: Tensor) -> Counted:
     """
     if not is_float(tensor.dtype):
         return FINITE
-    if tensor.layout is not torch.strided and tensor.layout is not torch.jagged:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
-    if not is_plain(tensor):
+    parts = _parts(tensor)
+    if parts is None:
         return FINITE
-    tensor = tensor.resolve_conj().resolve_neg()
+    if len(parts) != 1 or parts[0] is not tensor:
+        counts = [count_exactly(part) for part in parts]
+        return Counted(*(sum(numbers) for numbers in zip(*counts, strict=True))) if counts else FINITE
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
-    counts = torch.stack([tensor.isnan().sum(), tensor.isposinf().sum(), tensor.isneginf().sum()])
-    return Counted(*(int(number) for number in counts.tolist()))
+    numbers = torch.stack([tensor.isnan().sum(), tensor.isposinf().sum(), tensor.isneginf().sum()])
+    return Counted(*(int(number) for number in numbers.tolist()))
+
+
+def can_be_looked_at(tensor: Tensor) -> bool:
+    """Say whether a tensor has numbers that can be read: fake tensors, tracers' and strange layouts have none."""
+    return is_plain(tensor) or _parts(tensor) is not None
+
+
+def _parts(tensor: Tensor) -> list[Tensor] | None:
+    """Give the plain tensors that a tensor is made of, itself if it is plain; None if they are not known."""
+    if is_plain(tensor):
+        return [tensor]
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        if tensor.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+            return _parts(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
+        bare = (
+            tensor.resolve_conj().resolve_neg() if tensor.layout is torch.strided and not tensor.is_nested else tensor
+        )
+        return [bare] if is_plain(bare) else None
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    names = ["_local_tensor"] if hasattr(tensor, "_local_tensor") else flatten()[0]
+    found = [_parts(getattr(tensor, name)) for name in names]
+    return None if any(each is None for each in found) else [one for each in found for one in each or ()]
 
 
 def range_of(tensor: Tensor, name: str = "") -> OperandRange:

@@ -16,10 +16,12 @@ from torch import Tensor
 from mezzo.errors import NonFiniteError
 from mezzo.nonfinite_report import EarlierOp, NonFiniteOp
 from mezzo.torch.listed_ops import Listed, listed_now, region_now
-from mezzo.torch.module_stack import ModuleNames, address_of
+from mezzo.torch.memory_places import place_of
+from mezzo.torch.module_stack import ModuleNames
 from mezzo.torch.nonfinite_causes import Call, Cause, advice_for, cause_of
-from mezzo.torch.nonfinite_checks import Counted, count_exactly, is_finite, range_of
+from mezzo.torch.nonfinite_checks import FINITE, Counted, can_be_looked_at, count_exactly, is_finite, range_of
 from mezzo.torch.nonfinite_masks import is_mask
+from mezzo.torch.nonfinite_memory import KnownMemory
 from mezzo.torch.op_facts import changes_dtype, facts_of, is_float, tensors_of, written_by
 from mezzo.torch.op_places import OpPlaces, Place, rank_here
 from mezzo.torch.seen_ops import dtype_of, shape_of
@@ -27,6 +29,12 @@ from mezzo.torch.watch_mode import WatchMode, unwatched
 
 __all__ = ["Search"]
 
+Before = dict[int, Counted]
+"""By the identity of a tensor that an op changes in place what of it was not finite before."""
+
+_OVERWRITES = frozenset(
+    f"aten::{name}" for name in ("copy_", "fill_", "zero_", "set_", "resize_", "_foreach_copy_", "_foreach_zero_")
+)
 _ADDS = ("aten::add", "aten::add_")
 _Earlier = tuple[str, Place, tuple[torch.dtype, ...], tuple[torch.dtype, ...]]
 
@@ -47,6 +55,7 @@ class Search(WatchMode):
         ops: How many results were looked at.
         masks: How many results had -Inf or other constants that the program writes on purpose.
         faults: What could not be looked at, and why.
+        unseen: How many results of other kinds could not be looked at, by kind.
     """
 
     def __init__(
@@ -68,12 +77,13 @@ class Search(WatchMode):
         self._found = found
         self._places = OpPlaces()
         self._last: deque[_Earlier] = deque(maxlen=last)
-        # By the address: what is known to be not finite, and what was written into since.
-        self._known: dict[int, Counted] = {}
+        self._memory = KnownMemory()
+        self.unseen: dict[str, int] = {}
 
     def forget(self) -> None:
         """Drop all but what was found."""
-        self._places, self._known = OpPlaces(), {}
+        self._places = OpPlaces()
+        self._memory.clear()
         self._last.clear()
 
     def __torch_dispatch__(
@@ -81,23 +91,38 @@ class Search(WatchMode):
     ) -> Any:
         """Run the op, and look at its result."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if self.first is not None or self.is_paused:
-            return result
+            return func(*args, **kwargs)
+        before = self._before(func, args)
+        result = func(*args, **kwargs)
         try:
             with unwatched():
-                self._look(func, args, kwargs, result)
+                self._look(func, args, kwargs, result, before)
         except NonFiniteError:
             raise
         except Exception as error:  # noqa: BLE001 - the program must not fail because somebody looks on; a note says it
             self.faults.setdefault(facts_of(func).name, f"{type(error).__name__}: {error}")
         return result
 
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _before(self, func: Any, args: tuple[Any, ...]) -> Before:
+        """Look at what an op is about to change in place, of which nothing can be told afterwards."""
         facts = facts_of(func)
-        if not facts.is_recorded:
+        if not facts.writes or facts.is_random or facts.name in _OVERWRITES or not facts.is_recorded:
+            return {}
+        try:
+            with unwatched():
+                floats = [one for one in written_by(facts, args, {}) if is_float(one.dtype)]
+                return {id(one): count_exactly(one) for one in floats if not is_finite(one)}
+        except Exception as error:  # noqa: BLE001 - as below
+            self.faults.setdefault(facts.name, f"{type(error).__name__}: {error}")
+            return {}
+
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Before) -> None:
+        facts = facts_of(func)
+        if not facts.is_recorded or facts.is_pending:
             if facts.gives_memory:
-                self._clear(tensors_of((result,)))
+                for one in tensors_of((result,)):
+                    self._memory.note(one)
             self._places.note_view(facts.name)
             return
         listed = listed_now()
@@ -109,10 +134,14 @@ class Search(WatchMode):
             ruled.is_cast(args[0], results[0].dtype)
         results += [one for one in written_by(facts, args, kwargs) if not any(one is known for known in results)]
         self.ops += 1
-        bad = [one for one in results if is_float(one.dtype) and not is_finite(one)]
+        bad = [one for one in results if is_float(one.dtype) and not self._is_finite(one)]
         if bad:
-            self._look_closer(Call(func, facts, args, kwargs, ruled), place, bad[0])
-        self._clear([one for one in results if not any(one is each for each in bad)])
+            self._look_closer(Call(func, facts, args, kwargs, ruled), place, bad[0], before)
+        for one in results:
+            if any(one is each for each in bad):
+                self._memory.note(one)
+            else:
+                self._memory.is_finite_now(one)
         if ruled is None:
             dtypes = tuple(one.dtype for one in tensors_of((*args, *kwargs.values())))
             self._last.append((facts.name, place, dtypes, tuple(one.dtype for one in results)))
@@ -125,19 +154,20 @@ class Search(WatchMode):
             gave = tuple(one.dtype for one in tensors_of((result,)))
             self._last.append((listed.spec.name, self._places.place_of(listed, self), used, gave))
 
-    def _clear(self, tensors: list[Tensor]) -> None:
-        if self._known:
-            for tensor in tensors:
-                self._known.pop(address_of(tensor), None)
+    def _is_finite(self, tensor: Tensor) -> bool:
+        if not can_be_looked_at(tensor):
+            kind = type(tensor).__name__ if type(tensor) is not Tensor else f"tensors of the layout {tensor.layout}"
+            self.unseen[kind] = self.unseen.get(kind, 0) + 1
+        return is_finite(tensor)
 
     # Where a result is not finite
 
-    def _look_closer(self, call: Call, place: Place, result: Tensor) -> None:
+    def _look_closer(self, call: Call, place: Place, result: Tensor, before: Before) -> None:
         gave = count_exactly(result)
-        written = {address_of(one) for one in written_by(call.facts, call.args, call.kwargs)}
+        written = {id(one) for one in written_by(call.facts, call.args, call.kwargs)}
         operands = [one for one in tensors_of((*call.args, *call.kwargs.values())) if is_float(one.dtype)]
-        went_in = [self._went_in(one, written) for one in operands]
-        unseen = self._unseen(operands, went_in, written)
+        went_in = [before.get(id(one), FINITE) if id(one) in written else count_exactly(one) for one in operands]
+        unseen = self._unseen(operands, went_in)
         if unseen is not None:
             self._tell(call, place, unseen, count_exactly(unseen), operands, came_in=True)
             return
@@ -151,21 +181,14 @@ class Search(WatchMode):
             else:
                 self._tell(call, place, result, gave, operands)
                 return
-        self._known[address_of(result)] = gave
 
-    def _went_in(self, tensor: Tensor, written: set[int]) -> Counted:
-        address = address_of(tensor)
-        # What was written in place is known from before only.
-        return self._known.get(address, Counted()) if address in written else count_exactly(tensor)
-
-    def _unseen(self, operands: list[Tensor], went_in: list[Counted], written: set[int]) -> Tensor | None:
+    def _unseen(self, operands: list[Tensor], went_in: list[Counted]) -> Tensor | None:
         """Find what came in with NaN or Inf that no op has made here: data or a parameter."""
         for tensor, counted in zip(operands, went_in, strict=True):
-            address = address_of(tensor)
-            if counted.any and address not in self._known and address not in written:
+            if counted.any and not self._memory.has(tensor):
                 if counted.nan or counted.inf:
                     return tensor
-                self._known[address] = counted  # -Inf alone: a mask that was made before
+                self._memory.note(tensor)  # -Inf alone: a mask that was made before
                 self.masks += 1
         return None
 
@@ -173,11 +196,13 @@ class Search(WatchMode):
         self, call: Call, place: Place, result: Tensor, gave: Counted, operands: list[Tensor], *, came_in: bool = False
     ) -> None:
         names, listed = self._names, call.listed
-        ranges = [range_of(one, names.parameter_at(address_of(one)) or "") for one in operands]
+        # Of a checkpoint that is loaded nothing else tells where it goes.
+        name_of = names.find_parameter if came_in else names.parameter_at
+        ranges = [range_of(one, name_of(place_of(one)) or "") for one in operands]
         path = names.path(place.running)
         region = region_now(result.device.type)
         try:
-            cause = cause_of(call, result, gave, ranges, came_in=came_in)
+            cause = cause_of(call, result, gave, ranges, place, came_in=came_in)
         except Exception as error:  # noqa: BLE001 - what was found must not be lost with the reason
             cause = Cause("unknown", f"its cause could not be looked for: {type(error).__name__}: {error}")
         rule = str(region.rule) if listed is not None and region is not None else self._rule(place, region)

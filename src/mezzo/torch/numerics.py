@@ -45,6 +45,7 @@ def has_storage(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
+        and not tensor._is_zerotensor()  # forward-mode AD's, which has no memory at all
     )
 
 
@@ -115,6 +116,8 @@ def measure_all(tensors: Sequence[Tensor], errors: Sequence[float | None] = ()) 
 
 def _measure(tensor: Tensor) -> Numbers:
     core, times = _without_repeats(tensor)
+    if not core.numel():  # of any stride
+        core = core.new_empty(0)
     core = core.contiguous()
     numbers = (
         numbers_of_float64(core)

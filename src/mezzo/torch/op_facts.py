@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OpFacts", "changes_dtype", "facts_of", "is_dot", "is_float", "tensors_of", "written_by"]
+__all__ = ["OpFacts", "changes_dtype", "facts_of", "is_dot", "is_float", "is_pending", "tensors_of", "written_by"]
 
 # Names of what gives a tensor without having computed anything.
 _NOTHING_DONE = """
@@ -46,6 +46,7 @@ class OpFacts(NamedTuple):
         gives_memory: Whether what it gives has not been written yet.
         is_random: Whether it draws random numbers.
         is_dot: Whether it is a matrix product or convolution.
+        is_pending: Whether its result may be written later: a collective that is waited for by another op.
     """
 
     name: str
@@ -56,6 +57,7 @@ class OpFacts(NamedTuple):
     gives_memory: bool
     is_random: bool
     is_dot: bool
+    is_pending: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +83,13 @@ def facts_of(func: Any) -> OpFacts:
         base in _UNWRITTEN,
         torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
         base in _DOTS,
+        is_pending(name),
     )
+
+
+def is_pending(name: str) -> bool:
+    """Say whether an op of this name is a collective whose result is there only once another op has waited for it."""
+    return name.startswith("_c10d_functional") and not name.endswith("::wait_tensor")
 
 
 def is_dot(name: str) -> bool:

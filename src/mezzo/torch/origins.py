@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mezzo.torch.module_stack import address_of
+from mezzo.torch.memory_places import address_of
 
 __all__ = ["Origin", "Origins"]
 

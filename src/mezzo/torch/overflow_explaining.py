@@ -7,13 +7,13 @@ scale falls by a half only; one that does not come again needs no explanation. S
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.torch.find_nonfinite import find_nonfinite
-from mezzo.torch.watch_mode import top_mode
 
 if TYPE_CHECKING:
     from mezzo.torch.nonfinite import Overflow
@@ -32,6 +32,7 @@ class OverflowExplainer:
 
     def __init__(self) -> None:
         self.explanation: NonFiniteReport | None = None
+        self._told: object = None
         self._wanted = False
         self._watch: find_nonfinite | None = None
         self._ended: find_nonfinite | None = None
@@ -44,13 +45,13 @@ class OverflowExplainer:
             return
         self._wanted = False
         self.explanation = ended.report
-        _log.warning(
-            "a step was skipped at scale %g, the %s in a row.\n%s\ngradients: %s",
-            overflow.scale,
-            overflow.skipped_in_a_row,
-            self.explanation.first,
-            overflow.describe(),
-        )
+        first = ended.first
+        what = first.op, first.path, first.phase, first.kind, first.source
+        if what == self._told:  # once is enough, however often it comes again
+            return
+        self._told = what
+        told = "a step was skipped at scale %g, number %d in a row.\n%s\ngradients: %s"
+        _log.warning(told, overflow.scale, overflow.skipped_in_a_row, first, overflow.describe())
 
     def iteration_begins(self) -> None:
         """Begin to watch if the last step was skipped; after `update`."""
@@ -61,6 +62,8 @@ class OverflowExplainer:
             self._wanted = False
             self._watch = find_nonfinite()
             self._watch.__enter__()
+            # A loop may end after a skipped step; what is open then ends with its scaler.
+            self._finalizer = weakref.finalize(self, self._watch.__exit__, None, None, None)
 
     def step_begins(self) -> None:
         """Stop watching; the backward pass is over."""
@@ -70,10 +73,10 @@ class OverflowExplainer:
             self._close()
 
     def _close(self) -> None:
-        # A mode that was opened since, and is still open, has to be closed first.
-        if self._watch is not None and top_mode() is self._watch.mode:
+        if self._watch is not None:
             self._watch.__exit__(None, None, None)
             self._watch = None
+            self._finalizer.detach()
 
     def __reduce__(self) -> tuple[type[OverflowExplainer], tuple[()]]:
         return type(self), ()

@@ -17,7 +17,7 @@ from mezzo.torch.call_sites import in_compiled_function
 from mezzo.torch.casting import ELIGIBLE
 from mezzo.torch.listed_ops import Listed, RuleHere, listed_now, region_now
 from mezzo.torch.numerics import measure_all
-from mezzo.torch.op_facts import OpFacts, changes_dtype, facts_of, is_float, tensors_of, written_by
+from mezzo.torch.op_facts import OpFacts, changes_dtype, facts_of, is_float, is_pending, tensors_of, written_by
 from mezzo.torch.op_places import OpPlaces, Place
 from mezzo.torch.origins import Origin, Origins
 from mezzo.torch.seen_ops import Operand, SeenOp, operand, shape_of
@@ -194,7 +194,7 @@ class Recorder(WatchMode):
         seen.results = [(tensor.dtype, shape_of(tensor)) for tensor in results]
         if here is not None:
             seen.low, seen.policy, seen.device = here.low, here.policy, here.device
-        if self._numerics:
+        if self._numerics and not is_pending(seen.seen_as):
             seen.numbers = self._numbers(seen.place, results)
         self.seen.append(seen)
 

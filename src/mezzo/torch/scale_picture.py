@@ -76,7 +76,13 @@ def _draw_scale(panel: Axes, rows: Sequence[ScaleRow]) -> None:
 
 
 def _draw_norms(panel: Axes, norms: Sequence[tuple[int, float]]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415 - an extra
+
     panel.set_ylabel("gradient norm")
-    if all(norm > 0 for _, norm in norms):
+    least, most = min(norm for _, norm in norms), max(norm for _, norm in norms)
+    # Less than two decades may hold one power of ten alone, and the ticks between them have long labels.
+    if least > 0 and most / least >= 100:
         panel.set_yscale("log")
+        panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.plot([step for step, _ in norms], [norm for _, norm in norms], color=_LINE, marker=".", markersize=3)

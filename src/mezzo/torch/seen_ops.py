@@ -13,7 +13,8 @@ from torch import Tensor
 from mezzo.report_numbers import Numbers
 from mezzo.report_records import OpRecord
 from mezzo.torch.casting import dtype_name
-from mezzo.torch.module_stack import ModuleNames, address_of
+from mezzo.torch.memory_places import MemoryPlace, place_of
+from mezzo.torch.module_stack import ModuleNames
 from mezzo.torch.op_facts import is_dot
 from mezzo.torch.op_places import Place
 from mezzo.torch.origins import Origin
@@ -22,8 +23,8 @@ from mezzo.torch.recorded import RecordedOp
 __all__ = ["Operand", "SeenOp", "dtype_of", "operand", "recorded", "shape_of"]
 
 Shape = tuple[int | str, ...]
-Operand = tuple[torch.dtype, torch.dtype, bool, Shape, int, int, bool]
-"""The dtype that came, the one that was used, whether by a kept cast, shape, producer, address, whether it is a leaf."""
+Operand = tuple[torch.dtype, torch.dtype, bool, Shape, int, MemoryPlace, bool]
+"""The dtype that came, the one that was used, whether by a kept cast, shape, producer, place, whether it is a leaf."""
 
 _name = lru_cache(maxsize=64)(dtype_name)
 
@@ -49,7 +50,7 @@ def operand(tensor: Tensor, used: torch.dtype | None, origin: Origin | None, *, 
     """
     is_leaf = origin is None and tensor.is_leaf
     producer = -1 if origin is None else origin.place
-    return tensor.dtype, used or tensor.dtype, kept, shape_of(tensor), producer, address_of(tensor), is_leaf
+    return tensor.dtype, used or tensor.dtype, kept, shape_of(tensor), producer, place_of(tensor), is_leaf
 
 
 class SeenOp:

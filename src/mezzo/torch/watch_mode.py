@@ -6,12 +6,13 @@ one is open. A `WatchMode` only looks on: what it hands on is what the op gave. 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-__all__ = ["FRONT_KEY", "FRONT_KEY_NAME", "WatchMode", "is_watched", "other_modes", "top_mode", "unwatched"]
+__all__ = ["FRONT_KEY", "FRONT_KEY_NAME", "WatchMode", "close", "is_watched", "open_mode", "other_modes", "unwatched"]
 
 FRONT_KEY_NAME = "TESTING_ONLY_GenericMode"
 """Behind the key for tracers and in front of all that computes; PyTorch includes it in no thread. See
@@ -35,9 +36,34 @@ def other_modes() -> bool:
     return any(not isinstance(_at(place), WatchMode) for place in range(_count()))
 
 
-def top_mode() -> object:
-    """Give the mode of this thread that was opened last; None if none is open."""
-    return _at(_count() - 1) if _count() else None
+def open_mode(mode: WatchMode) -> None:
+    """Put a mode on this thread's stack."""
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def close(mode: WatchMode) -> None:
+    """Take a mode off this thread's stack, wherever it is there; blocks may end in another order than they began.
+
+    Args:
+        mode: The mode; nothing happens if it is not there.
+    """
+    stack = [_at(place) for place in range(_count())]
+    if not any(one is mode for one in stack):
+        return
+    if stack[-1] is mode:
+        mode.__exit__(None, None, None)
+        return
+    above = stack[next(place for place, one in enumerate(stack) if one is mode) + 1 :]
+    # The flags by which PyTorch knows that a mode is open are restored by the next one now.
+    for name, flags in vars(mode).items():
+        theirs = vars(above[0]).get(name)
+        if name.startswith("old_") and isinstance(flags, deque) and isinstance(theirs, deque) and flags and theirs:
+            theirs[-1] = flags.pop()
+    for _ in above:
+        _pop_mode()
+    _pop_mode()
+    for one in above:
+        _push_mode(one)
 
 
 def is_watched() -> bool:

@@ -25,7 +25,6 @@ from mezzo.torch.ops import NUMBERS, OpSpec, with_tensors
 from mezzo.torch.plans import FUSED_LAYER, device_rules
 from mezzo.torch.repairs import DTYPE_ERRORS, Repair, inside
 from mezzo.torch.switch import KEY
-from mezzo.torch.watch_mode import other_modes
 
 Native = Callable[[Sequence[Any], dict[str, Any]], Any]
 """Calls PyTorch's kernel of an op with positional and keyword arguments."""
@@ -218,13 +217,13 @@ def _fused_kernel(spec: OpSpec) -> Callable[..., Any]:
 
     @runs_eagerly
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if args[0].is_cpu and not (_modes() and other_modes()):
+        if args[0].is_cpu and not _modes():
             low = _region_dtype("cpu")
             if all(args[place].dtype is low for place in places):
                 # Stored low, no weight is cast inside. If dtypes fail there, what is below mends it.
                 with contextlib.suppress(*DTYPE_ERRORS):
                     return unwatched(keyset, args, kwargs)
-        if args[0].is_cpu and _cache_enabled() and not (_modes() and other_modes()):
+        if args[0].is_cpu and _cache_enabled() and not _modes():
             low, new = _region_dtype("cpu"), list(args)
             for place in places:
                 if type(args[place]) is torch.nn.Parameter and args[place].dtype is torch.float32:

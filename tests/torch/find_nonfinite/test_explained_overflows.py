@@ -57,9 +57,18 @@ def test_a_step_that_overflows_again_is_explained(caplog: pytest.LogCaptureFixtu
     first = scaler.explanation.first
     assert first is not None
     assert (first.op, first.path, first.phase, first.kind) == ("aten::mul", ("1",), "forward", "Inf")
-    assert "a step was skipped at scale 2, the 2 in a row." in caplog.text
+    assert "a step was skipped at scale 2, number 2 in a row." in caplog.text
     assert "first appears in mul of 1, forward pass" in caplog.text
     assert "gradients: 0.weight: 16 NaN" in caplog.text
+
+
+def test_the_same_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_with(1e6)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler("cpu", 64.0, on_overflow="explain")
+    with caplog.at_level(logging.WARNING, "mezzo.torch.scaler"):
+        for _ in range(6):
+            iteration(model, optimizer, scaler)
+    assert caplog.text.count("first appears in") == 1
 
 
 def test_a_scale_that_was_too_high_needs_no_explanation(caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,7 @@ def test_an_input_that_does_not_survive_its_cast_is_told_as_one() -> None:
     first = found.first
     assert first is not None
     assert (first.op, first.seen_as, first.path, first.cause_kind) == ("aten::linear", "aten::_to_copy", ("0",), "cast")
-    assert first.cause == "a cast to float16, which ends at 65504, of numbers up to 1e+05"
+    assert first.cause == "a cast to float16, which ends at 65504, of numbers up to 100000"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,56 @@ def test_no_memory_that_was_never_written_is_looked_at() -> None:
 def test_wrong_arguments_are_told(make: Callable[[], object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make()
+
+
+def test_the_derivative_of_a_root_at_zero_is_told_as_one() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    with find_nonfinite() as found:
+        x.sqrt().sum().backward()
+    assert found.first is not None
+    assert (found.first.op, found.first.cause) == ("aten::div", "the derivative of a root at 0 (SqrtBackward0)")
+
+
+def test_a_result_that_flows_on_is_told_to_need_more_than_one_cure() -> None:
+    first = found_in(lambda: torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0))
+    assert any("the result does not fit float16, so what reads it next" in one for one in first.advice)
+
+
+def test_the_users_own_policy_is_built_upon() -> None:
+    import mezzo
+
+    mine = mezzo.builtin_policy("default").override({"softmax": "fp32"}, name="mine")
+    with find_nonfinite() as found, autocast("cpu", dtype=torch.float16, policy=mine):
+        torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0)
+    assert found.first is not None
+    assert """policy = policy.override({"matmul": "fp32"})  # your policy 'mine'""" in found.first.advice[0]
+
+
+def test_a_checkpoint_with_nan_is_told_by_the_parameter_it_goes_to() -> None:
+    model, state = net(), net().state_dict()
+    state["blocks.1.norm.weight"][0] = float("nan")
+    for known in (None, model):
+        with find_nonfinite(known) as found:
+            model.load_state_dict(state)
+        assert found.first is not None
+        assert found.first.cause == "NaN is written into blocks.1.norm.weight, out of what no op here has made"
+        model = net()
+
+
+def test_two_models_are_told_apart_by_their_classes() -> None:
+    class Generator(nn.Sequential):
+        pass
+
+    class Critic(nn.Sequential):
+        pass
+
+    fake, judge = Generator(nn.Linear(2, 2), nn.ReLU()), Critic(nn.Linear(2, 1), nn.Sigmoid())
+    nn.init.constant_(judge[0].weight, 3.0)
+    with find_nonfinite() as found:
+        judge(fake(torch.ones(1, 2)))
+        judge[0](torch.full((1, 2), 3e38))
+    assert found.first is not None
+    assert found.first.path == ("(Critic).0",)
 
 
 def test_a_block_inside_of_itself_is_refused() -> None:

@@ -29,6 +29,7 @@ MASKED: dict[str, Callable[[], Tensor]] = {
     "full and triu": lambda: scores() + torch.full((4, 4), float("-inf")).triu(1),
     "a float mask": lambda: scores() + torch.zeros(4, 4).masked_fill(upper(), float("-inf")),
     "-1e9 cast to float16": lambda: scores() + (upper().float() * -1e9).half(),
+    "-1e9 times a mask": lambda: scores() + upper().half() * -1e9,
     "float16's own lowest number added": lambda: scores() - 40 + upper().half() * HALF,
     "twice": lambda: (upper().half() * HALF) + (upper().half() * HALF) + scores(),
 }

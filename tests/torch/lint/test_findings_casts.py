@@ -188,6 +188,14 @@ def test_a_result_that_one_op_casts_or_several_read_as_it_is_is_not_found() -> N
     assert found("activation cast again", once(one), one) == []
 
 
+def test_weights_that_were_initialized_meanwhile_are_no_activations() -> None:
+    with explain() as explained:
+        net = Two(torch.relu)
+        for _ in range(3):
+            once(net)()
+    assert [one.kind for one in explained.report.warnings] == ["weight cast again"]
+
+
 def test_pieces_of_a_result_that_ops_cast_are_not_found() -> None:
     def attend(x: Tensor) -> Tensor:
         q, k, v = x.float().repeat(1, 3).chunk(3, -1)

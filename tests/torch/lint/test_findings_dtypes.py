@@ -71,40 +71,6 @@ def test_an_op_that_float32_comes_to_is_no_float32_memory() -> None:
     assert kinds(op("softmax", rule="fp32", came="float32", gave="float32")) == []
 
 
-def test_an_op_without_a_rule_that_mixes_dtypes_is_found() -> None:
-    [finding] = found("mixed dtypes", Net(lambda y, x: y + x))
-    assert "mixes bfloat16 and float32, has no rule in the policy, and gives float32 (128 B)" in finding.message
-    assert finding.advice.endswith(".to(torch.bfloat16)")
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda y, x: y + y,
-        lambda y, x: y + x.to(LOW),
-        lambda y, x: y * torch.tensor(2.0),
-        lambda y, x: x * y.mean(),
-        lambda y, x: y + torch.arange(8),
-        lambda y, x: nn.functional.layer_norm(y, (8,), x[0], x[0]),
-        lambda y, x: torch.cat((y, x)),
-        lambda y, x: torch.empty_like(x).copy_(y),
-    ],
-    ids=["same", "cast", "no dimension", "low of no dimension", "integers", "norm", "promote", "copy_"],
-)
-def test_operands_that_widen_nothing_are_no_mixture(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert found("mixed dtypes", Net(function)) == []
-
-
-def test_a_mixture_that_a_rule_allows_is_not_found() -> None:
-    assert kinds(op("add", rule="fallthrough", came="float16 float32", gave="float32")) == []
-
-
-def test_a_mixture_outside_of_a_region_is_not_found() -> None:
-    with explain() as explained:
-        torch.ones(3, 3) + torch.ones(3, 3, dtype=LOW)
-    assert explained.report.warnings == ()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, LOW], ids=str)
 def test_a_model_that_is_stored_low_is_found_under_autocast(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)

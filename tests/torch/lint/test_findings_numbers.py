@@ -160,6 +160,28 @@ def test_a_mask_that_float16_holds_is_not_found(function: Callable[[Tensor], Ten
     assert "mask overflow" not in kinds_in(function)
 
 
+def test_only_a_mask_that_goes_to_a_softmax_is_told_of_its_nan() -> None:
+    def softmax_told(function: Callable[[Tensor], Tensor]) -> bool:
+        [found] = [one for one in findings(function) if one.kind == "mask overflow"]
+        return "becomes NaN in softmax" in found.message
+
+    assert softmax_told(lambda x: (torch.where(MASK, x, -1e9) * 2).softmax(-1))
+    assert not softmax_told(lambda x: torch.where(MASK, x, -1e9).relu())
+
+
+def test_a_large_factor_is_no_mask_unless_a_softmax_follows() -> None:
+    [found] = [one for one in findings(lambda x: (x * 1e5).relu()) if "overflow" in one.kind]
+    assert found.kind == "constant overflow"
+    assert found.message.endswith(
+        "has the constant 100000 and gives float16, whose largest number is 65504: what is larger than 0.66 becomes inf"
+    )
+    assert "softmax" not in found.message
+    assert "mask" not in found.advice
+    assert "constant overflow" not in kinds_in(lambda x: (x * 1e5).relu(), torch.bfloat16)
+    assert "constant overflow" not in kinds_in(lambda x: x * 6e4)
+    assert "mask overflow" in kinds_in(lambda x: (x - MASK * x.new_ones(()) * 1e9).softmax(-1))
+
+
 def _loss(x: Tensor) -> Tensor:
     with autocast("cpu", enabled=False):
         return F.mse_loss(x, torch.zeros_like(x))

@@ -119,7 +119,7 @@ def test_a_binary_cross_entropy_of_a_sigmoid() -> None:
 
 def test_a_backward_pass_inside_of_a_region() -> None:
     inside = """
-        with torch.autocast("cuda"):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(x)
             loss.backward()
     """
@@ -195,8 +195,10 @@ def test_an_input_that_is_cast_low(code: str) -> None:
         "model = Net().to('cuda')\nx = x.to('cuda')\nwith autocast('cuda'):\n    model(x)",
         "with autocast('cuda'):\n    y = model(x)\ny = y.half()",
         "with autocast('cuda'):\n    model(x.float())",
+        "with autocast('cuda'):\n    p = (model(x) * 3).softmax(-1).half()\n    loss = f(p)",
+        "with autocast('cuda'):\n    h = body(x)\n    y = head(h.half())",
     ],
-    ids=["no region", "no dtype", "result", "up"],
+    ids=["no region", "no dtype", "result", "up", "computed at once", "computed before"],
 )
 def test_casts_that_autocast_does_not_see(code: str) -> None:
     assert kinds(code) == []

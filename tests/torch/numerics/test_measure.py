@@ -208,3 +208,10 @@ def test_a_wrong_number_of_errors_is_refused() -> None:
 def test_numbers_hold_no_tensor_and_travel_between_processes() -> None:
     found = measure(torch.randn(4))
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_an_empty_tensor_of_any_stride_has_no_numbers(shape: tuple[int, ...]) -> None:
+    numbers = measure(torch.randn((*shape[:-1], 1)).expand(shape))
+    assert numbers is not None
+    assert numbers.elements == 0

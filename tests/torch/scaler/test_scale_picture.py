@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_the_picture_has_the_rows_in_it() -> None:
     assert scale.get_title() == "2 of 4 steps skipped (x)"
     # A norm that is not finite has no place on an axis.
     assert points(norm.lines[0]) == [(10, 2), (13, 0.5)]
-    assert norm.get_yscale() == "log"
+    assert norm.get_yscale() == "linear"  # they are less than two decades apart
 
 
 @pytest.mark.parametrize("norm", [None, float("inf")])
@@ -62,6 +63,19 @@ def test_the_suffix_says_which_format(tmp_path: Path, suffix: str, start: bytes,
     assert path.read_bytes().startswith(start)
     with pytest.raises(ValueError, match="'nothing' is not supported"):
         history.plot(str(tmp_path / "scale.nothing"))
+
+
+@pytest.mark.parametrize(("norms", "scale"), [((1.14, 1.3), "linear"), ((0.5, 20.0), "linear"), ((0.02, 40.0), "log")])
+def test_the_ticks_of_the_norms_are_plain_numbers(norms: tuple[float, ...], scale: str) -> None:
+    rows = [ScaleRow(step, 8.0, False, norm) for step, norm in enumerate(norms)]
+    figure = scale_figure(rows)
+    figure.draw_without_rendering()
+    axis = figure.axes[1].yaxis
+    assert figure.axes[1].get_yscale() == scale
+    labels = [label.get_text() for label in axis.get_ticklabels()]
+    assert len(labels) >= 2
+    assert all(re.fullmatch(r"-?[\d.]+(e[+-]\d+)?", label) for label in labels)
+    assert {label.get_text() for label in axis.get_ticklabels(minor=True)} <= {""}
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
