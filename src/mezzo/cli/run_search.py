@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.torch.gradients import values_of, version_of
 from mezzo.torch.listed_ops import listening
-from mezzo.torch.memory_places import address_of
 from mezzo.torch.module_stack import ModuleNames, following_modules
 from mezzo.torch.nonfinite import count
-from mezzo.torch.nonfinite_checks import count_exactly, is_finite
+from mezzo.torch.nonfinite_checks import is_finite
 from mezzo.torch.nonfinite_search import Search
-from mezzo.torch.watch_mode import unwatched
+from mezzo.torch.watch_mode import close, open_mode, unwatched
 
 from .run_rounds import Rounds, ScriptSearch
 
@@ -58,7 +57,8 @@ class NonFiniteSearch:
             self._names = stack.enter_context(following_modules())
             self._search = _RoundSearch(self._names, self._after_update)
             stack.enter_context(listening(self._search))
-            stack.enter_context(self._search)
+            open_mode(self._search)
+            stack.callback(close, self._search)
             self._open = stack.pop_all()
         self._is_open = True
 
@@ -177,7 +177,9 @@ class _RoundSearch(Search):
             bad: What is known not to be finite, and is no finding when it goes into an op.
         """
         self.first = None
-        self._known = {address_of(one): count_exactly(one) for one in bad}
+        self._memory.clear()
+        for one in bad:
+            self._memory.note(one)
 
 
 _UPDATE = torch.ops.aten._amp_update_scale_.default
