@@ -17,10 +17,16 @@ __all__ = ["Cast", "OpRecord", "SourceLine", "itemsize"]
 _BITS = {
     "bool": 8,
     "bfloat16": 16,
+    "complex32": 32,
     "complex64": 64,
     "complex128": 128,
     **{f"{sign}int{bits}": bits for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)},
     **{f"float{bits}": bits for bits in (16, 32, 64)},
+    "qint8": 8,
+    "quint8": 8,
+    "qint32": 32,
+    "quint4x2": 4,
+    "quint2x4": 2,
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .report import Report
 
-__all__ = ["json_text", "save_report"]
+__all__ = ["json_text", "replace_file", "save_report"]
 
 _WIDTH = 120
 
@@ -50,15 +50,34 @@ def save_report(report: Report, path: str | os.PathLike[str]) -> Path:
             f"Call it {str(path.with_suffix('.html'))!r} for a page to look at."
         )
         raise ValueError(msg)
-    text = write(report)
+    replace_file(path, write(report))
+    return path
+
+
+def replace_file(path: Path, text: str) -> None:
+    r"""Write a text to a file at one stroke: whole, or not at all.
+
+    Args:
+        path: The file.
+        text: What to write, in UTF-8. What has no place there becomes an escape: a file's name need not be text.
+
+    Raises:
+        OSError: The file cannot be written. An older one of the name is still there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     replace_file(Path(folder) / "a.txt", "\udcff")
+        ...     (Path(folder) / "a.txt").read_text()
+        '\\udcff'
+    """
     # The folder is the same, since a file is replaced at one stroke only within a file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def json_text(data: object) -> str:

@@ -12,6 +12,7 @@ import pytest
 from mezzo.cli.lint_view import joined
 from mezzo.cli.run_plan import RunPlan
 from mezzo.cli.run_report import place_of, write_report
+from mezzo.cli.run_rounds import Rounds
 from mezzo.cli.run_watch import Watch
 from mezzo.cli.script_runner import Target
 from mezzo.nonfinite_report import NonFiniteReport
@@ -126,6 +127,30 @@ def test_a_file_that_cannot_be_written_is_told_and_the_rest_is_shown(tmp_path: P
     assert "nothing to report" in stderr.getvalue()
     assert "mezzo: the report could not be saved: " in stderr.getvalue()
     assert "out.txt" in stderr.getvalue()
+
+
+def test_a_name_that_is_no_text_is_written_as_an_escape(tmp_path: Path, stderr: io.StringIO) -> None:
+    plan, watch = seen(tmp_path / "out.txt", nonfinite=True)
+    watch.report = Report("tr\udcffin.py", "torch")
+    watch.nonfinite = NonFiniteReport(None, (), 7, ("at tr\udcffin.py:1",))
+    write_report(plan, watch)
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == "tr\\udcffin.py: nothing to report\n"
+    assert (tmp_path / "out.nonfinite.txt").read_text(encoding="utf-8").endswith("note: at tr\\udcffin.py:1\n")
+
+
+def test_a_name_that_no_file_can_have_is_told(tmp_path: Path, stderr: io.StringIO) -> None:
+    write_report(*seen(tmp_path / "a\0b.txt"))
+    assert "mezzo: the report could not be saved: embedded null byte\n" in stderr.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".txt"])
+def test_the_file_of_a_search_says_that_the_script_broke_off(suffix: str, tmp_path: Path, stderr: io.StringIO) -> None:
+    plan, watch = seen(tmp_path / f"out{suffix}", report=False)
+    watch.nonfinite = Rounds().verdict(NonFiniteReport(None, (), 7), lasts=False, ended="KeyError")
+    write_report(plan, watch)
+    text = (tmp_path / f"out{suffix}").read_text(encoding="utf-8")
+    assert "7 ops ran before the script broke off; their results were finite" in text
+    assert "all finite" not in text
 
 
 def test_it_is_saved_though_nobody_reads_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,17 @@ def test_what_is_watched_follows_from_the_options(options: list[str], names: set
     assert one.watches is bool(names)
 
 
-@pytest.mark.parametrize(("options", "steps"), [([], 3), (["--steps", "1"], 1), (["--steps", "all"], None)])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ([], 3),
+        (["--steps", "1"], 1),
+        (["--steps", "all"], None),
+        (["--steps", "007"], 7),
+        (["--steps", "9" * 5000], None),
+    ],
+    ids=lambda one: str(one)[:20],
+)
 def test_the_number_of_steps(options: list[str], steps: int | None, script: str) -> None:
     assert plan(*options, script).steps == steps
 

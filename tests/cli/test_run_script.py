@@ -11,6 +11,8 @@ from textwrap import dedent
 
 import pytest
 
+from mezzo.cli.watch_frames import entries, shorten_others
+
 from .run_pairs import MEZZO, PYTHON, run, same
 
 FACTS = """
@@ -56,12 +58,15 @@ def test_options_of_the_interpreter_hold_for_the_script(flags: tuple[str, ...], 
     assert json.loads(out)["original"] == [sys.executable, *flags, "facts.py", "-x"]
 
 
-def test_the_installed_command_is_no_other(tmp_path: Path) -> None:
-    write(tmp_path, facts=FACTS)
+@pytest.mark.parametrize("text", [FACTS, "def f(:\n"], ids=["facts", "syntax error"])
+def test_the_installed_command_is_no_other(text: str, tmp_path: Path) -> None:
+    # Without a frame of the script in the traceback nothing but the runner holds what Python has started with.
+    write(tmp_path, facts=text)
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "mezzo"
     command.write_text("import sys\nfrom mezzo.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
     alone = run((*PYTHON, "facts.py"), tmp_path)
+    assert alone[0] == (text != FACTS)
     assert run((*PYTHON, str(command), "run", "--policy", "fp32", "facts.py"), tmp_path) == alone
 
 
@@ -96,6 +101,14 @@ def test_the_scripts_own_rich_and_typer_are_found(tmp_path: Path) -> None:
     assert same(tmp_path, "own.py") == (0, "1 2\n", "")
 
 
+def test_a_script_is_read_from_a_pipe(tmp_path: Path) -> None:
+    assert same(tmp_path, "/dev/stdin", stdin="import sys\nprint(sys.argv, __file__)\n") == (
+        0,
+        "['/dev/stdin'] /dev/stdin\n",
+        "",
+    )
+
+
 # How it ends
 
 ENDINGS = {
@@ -126,6 +139,15 @@ ENDINGS = {
         sys.excepthook = hook
         raise ValueError
         """,
+    "hook that fails": """
+        class Odd(Exception):
+            def __setattr__(self, name, value):
+                raise TypeError(name)
+        def hook(*_):
+            raise KeyError("in the hook")
+        sys.excepthook = hook
+        raise Odd("first")
+        """,
     "thread": """
         thread = threading.Thread(target=lambda: 1 / 0, name="t")
         thread.start()
@@ -142,6 +164,21 @@ def test_a_script_ends_as_it_does_under_python(ending: str, tmp_path: Path) -> N
     wanted |= {"interrupt": -signal.SIGINT, "signal": -signal.SIGTERM, "thread": 0}
     assert status == wanted.get(ending, 1)
     assert "mezzo" not in err
+
+
+def test_an_exception_that_lets_nothing_be_set_is_shortened_as_others() -> None:
+    class OddError(Exception):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise TypeError(name)
+
+    error = ValueError("outer")
+    try:
+        raise OddError
+    except OddError as inner:
+        error.__cause__ = inner
+    shorten_others(error)
+    assert error.__cause__ is not None
+    assert len([*entries(error.__cause__.__traceback__)]) == 1
 
 
 def test_a_module_that_fails_has_the_traceback_of_python(tmp_path: Path) -> None:

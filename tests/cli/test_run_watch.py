@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,3 +232,17 @@ def test_the_search_goes_on_when_the_records_have_ended() -> None:
     assert watch.nonfinite is not None
     assert watch.nonfinite.first is not None
     assert watch.nonfinite.first.op == "aten::log"
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_a_report_that_was_asked_for_is_there_though_the_lint_has_found_nothing(
+    explain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "__main__")  # and so may a script
+    watch = Watch(RunPlan(TARGET, explain=explain, lint=True, report=tmp_path / "out.json"))
+    watch.start()
+    torch.ones(1).add(1)
+    watch.close()
+    assert watch.report is not None
+    assert (watch.report.title, watch.report.warnings) == ("train.py", ())
+    assert not [note for note in watch.report.notes if "fault of mezzo" in note]

@@ -61,6 +61,12 @@ def test_text_holds_the_whole_table(tmp_path: Path) -> None:
     assert "more ops" in str(report)
 
 
+@pytest.mark.parametrize("suffix", ["txt", "json", "html"])
+def test_a_name_that_is_no_text_hinders_no_format(suffix: str, tmp_path: Path) -> None:
+    text = Report("n\udcfft", "torch").save(tmp_path / f"net.{suffix}").read_text(encoding="utf-8")
+    assert {"txt": "n\\udcfft: nothing to report\n", "json": '"n\\udcfft"', "html": "<title>n?t"}[suffix] in text
+
+
 @pytest.mark.parametrize("name", ["net.html", "NET.HTML"])
 def test_a_page_is_html_whatever_the_case_of_its_name(tmp_path: Path, name: str) -> None:
     text = module_report(1).save(tmp_path / name).read_text(encoding="utf-8")

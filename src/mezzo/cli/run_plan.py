@@ -16,6 +16,8 @@ __all__ = ["STEPS", "RunPlan", "RunScript", "plan_of"]
 STEPS = 3
 """How many steps of an optimizer are recorded if nothing else is asked for."""
 
+_DIGITS = 18
+
 _SUFFIXES = (".html", ".json", ".txt")
 
 
@@ -138,10 +140,12 @@ def _steps(steps: str | None) -> int | None:
         return STEPS
     if steps == "all":
         return None
-    if not (steps.isascii() and steps.isdigit() and int(steps) > 0):
+    if not (steps.isascii() and steps.isdigit() and steps.strip("0")):
         msg = f"--steps is {steps!r}; give a number from 1, or 'all' to record to the end of the script."
         raise OptionError(msg)
-    return int(steps)
+    # More than anyone makes, and Python reads no number of thousands of digits.
+    digits = steps.lstrip("0")
+    return int(digits) if len(digits) <= _DIGITS else None
 
 
 def _checked(report: Path) -> Path:

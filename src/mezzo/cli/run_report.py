@@ -13,7 +13,7 @@ from rich.console import Console
 from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import Report
 from mezzo.report_html import page
-from mezzo.report_saving import json_text
+from mezzo.report_saving import json_text, replace_file
 
 from .lint_view import joined, show_lint
 from .report_view import show
@@ -106,7 +106,7 @@ def _saved(plan: RunPlan, watch: Watch) -> Iterator[str]:
     for path, one in _files(plan, watch, _rank()):
         try:
             _save(path, one)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             yield f"the report could not be saved: {error}"
         else:
             yield f"the report is in {path}"
@@ -127,7 +127,7 @@ def _save(path: Path, report: Report | NonFiniteReport) -> None:
         report.save(path)
         return
     texts = {".json": lambda: json_text(report.as_dict()) + "\n", ".html": lambda: page(report)}
-    path.write_text(texts.get(path.suffix.lower(), lambda: f"{report}\n")(), encoding="utf-8")
+    replace_file(path, texts.get(path.suffix.lower(), lambda: f"{report}\n")())
 
 
 def _say(console: Console, text: str) -> None:

@@ -32,6 +32,14 @@ class ScriptSearch(NonFiniteReport):
         _, line, rest = text.partition("\n")
         return self.summary + line + rest
 
+    def as_dict(self) -> dict[str, Any]:
+        """Give it as plain data that JSON can hold.
+
+        Returns:
+            What a `NonFiniteReport` gives, and ``summary``.
+        """
+        return {**super().as_dict(), "summary": self.summary}
+
 
 @dataclass
 class _Chain:

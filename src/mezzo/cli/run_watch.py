@@ -170,9 +170,10 @@ class Watch:
             self._notes.append(f"the script ended with {self._ended}")
         regions: tuple[Region, ...] = ()
         if self._lint is not None:
-            self._try("lint", partial(self._lint.finish, getattr(sys.modules["__main__"], "__file__", None)))
+            self._try("lint", partial(self._lint.finish, _file_of_main()))
             regions = (Region("lint", findings=self._lint.findings),) if self._lint.findings else ()
-        if regions or self._notes:
+        empty = self.report is None and self._plan.lint and self._plan.report is not None
+        if regions or self._notes or empty:  # who asked for a file gets one, also of a lint that has found nothing
             report = self.report or Report(self._title, "torch")
             notes = (*report.notes, *self._notes)
             self.report = replace(report, regions=(*report.regions, *regions), notes=notes)
@@ -189,6 +190,12 @@ class Watch:
             self._explained = None
             self._records.close()
             self._open.close()
+
+
+def _file_of_main() -> str | None:
+    """Give the script's file; a script may have taken its module away, or have made something else of the name."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return file if isinstance(file, str) else None
 
 
 def _open_modes() -> int:

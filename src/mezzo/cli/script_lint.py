@@ -11,7 +11,7 @@ from torch import nn
 
 import mezzo.torch
 from mezzo.report_findings import Finding
-from mezzo.torch.lint import lint
+from mezzo.torch.lint import lint, lint_script
 from mezzo.torch.watch_mode import unwatched
 
 __all__ = ["ScriptLint", "models_of", "outermost_models"]
@@ -94,7 +94,7 @@ class ScriptLint:
         if not self._looked:
             self._look_at_models(outermost_models())
         if file is not None and Path(file).is_file() and file.endswith(".py"):
-            self._add(lint(dtype=self._dtype, source=Path(file)))
+            self._add(lint_script(Path(file), self._dtype))
 
     def _look_at_models(self, models: list[nn.Module]) -> None:
         for model in models:

@@ -12,6 +12,7 @@ import os
 import pkgutil
 import runpy
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from itertools import dropwhile, takewhile
@@ -22,6 +23,9 @@ from . import after_import
 from .watch_frames import chained, entries, file_of, shorten_others, without_watchers
 
 __all__ = ["Target", "run_target", "without_runner"]
+
+_STARTED: list[ModuleType] = []
+"""The first ``__main__``. CPython up to 3.11 takes ``__file__`` out of it at the end without holding it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def run_target(target: Target, *, watched: bool = False) -> None:
         >>> run_target(Target("train.py", ("--lr", "0.1")))  # doctest: +SKIP
     """
     sys.orig_argv[:] = _original(target)
+    _STARTED.append(sys.modules["__main__"])
     sys.modules["__main__"] = _fresh_main(sys.modules["__main__"])
     try:
         if target.module:
@@ -108,10 +113,27 @@ def _shorten_what_is_printed(*, watched: bool) -> None:
         if watched:
             trace = without_watchers(trace)
             shorten_others(error)
-        error.__traceback__ = sys.last_traceback = trace
-        hook(kind, error, trace)
+        # Not by assignment: the class may have a `__setattr__` that raises.
+        BaseException.with_traceback(error, trace)
+        sys.last_traceback = trace
+        try:
+            hook(kind, error, trace)
+        except SystemExit:
+            raise
+        except BaseException as failed:  # noqa: BLE001 - printed, as Python does with what a hook raises
+            _print_both(failed, error)
 
     sys.excepthook = shortened
+
+
+def _print_both(failed: BaseException, error: BaseException) -> None:
+    """Print what Python prints when a hook fails, without the frame that has called the hook."""
+    for head, one, skip in (("Error in sys.excepthook:\n", failed, 1), ("\nOriginal exception was:\n", error, 0)):
+        with suppress(OSError, ValueError, AttributeError):  # there may be no stream to write to
+            sys.stderr.write(head)
+        shown = chained([*entries(one.__traceback__)][skip:])
+        BaseException.with_traceback(one, shown)
+        sys.__excepthook__(type(one), one, shown)
 
 
 def _original(target: Target) -> list[str]:
@@ -160,8 +182,6 @@ def _set_path(first: str, *, always: bool) -> None:
 
 def _code_of(path: str) -> CodeType:
     with io.open_code(path) as stream:
-        compiled: CodeType | None = pkgutil.read_code(stream)
-    if compiled is not None:
-        return compiled
-    with io.open_code(path) as stream:
-        return compile(stream.read(), path, "exec", dont_inherit=True)
+        data = stream.read()  # once: the path may be that of a pipe
+    compiled: CodeType | None = pkgutil.read_code(io.BytesIO(data))
+    return compile(data, path, "exec", dont_inherit=True) if compiled is None else compiled

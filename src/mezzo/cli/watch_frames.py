@@ -88,5 +88,5 @@ def shorten_others(error: BaseException) -> None:
         other = left.pop()
         if other is not None and id(other) not in seen:
             seen.add(id(other))
-            other.__traceback__ = without_watchers(other.__traceback__)
+            BaseException.with_traceback(other, without_watchers(other.__traceback__))
             left += [other.__cause__, other.__context__]

@@ -21,7 +21,8 @@ function nonfinitePage(data) {
 
 function nonfiniteHeader(data) {
   const first = data.first;
-  let title = `${count(data.ops)} ops, all finite`;
+  // A script's search has a summary where "all finite" is not all there is to say.
+  let title = data.summary || `${count(data.ops)} ops, all finite`;
   if (!first && data.parameters.length) title = "No op made it, and gradients are not finite";
   if (first)
     title = [

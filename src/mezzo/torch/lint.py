@@ -19,11 +19,13 @@ from mezzo.report_findings import Finding
 from mezzo.torch.lint_hardware import slow_reason
 from mezzo.torch.lint_modules import module_findings
 from mezzo.torch.lint_optimizers import optimizer_findings
+from mezzo.torch.lint_reach import globals_of
 from mezzo.torch.lint_source import source_findings
+from mezzo.torch.lint_values import numbers_in
 from mezzo.torch.ops import check_device
 from mezzo.torch.policies import get_default_policy
 
-__all__ = ["Source", "lint"]
+__all__ = ["Source", "lint", "lint_script"]
 
 Source = str | Path | ModuleType | type | Callable[..., object]
 """Where code is: a file, an imported module, a class, or a function."""
@@ -88,8 +90,43 @@ def lint(
     return Finding.merge(_all(model, optimizers, word, kind, _sources(source)))
 
 
+def lint_script(file: Path, dtype: torch.dtype) -> tuple[Finding, ...]:
+    """Look at a script as `lint` does at a source, but for constants only where a model computes.
+
+    A script also has numbers that are for no model: sums of a metric, times, data in NumPy. So constants are looked for
+    in regions, in the methods of modules, and in the functions that these call by name.
+
+    Args:
+        file: The script.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Returns:
+        Findings, as of `lint`.
+
+    Raises:
+        OSError: The file cannot be read.
+        SyntaxError: It is not Python.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "train.py"
+        ...     _ = file.write_text("def accuracy(right, seen): return right / (seen + 1e-9)")
+        ...     [finding.kind for finding in lint_script(file, torch.float16) if finding.kind != "slow dtype"]
+        []
+    """
+    word = str(dtype).removeprefix("torch.")
+    return Finding.merge(_all(None, [], word, _device_of(None), [file], script=True))
+
+
 def _all(
-    model: nn.Module | None, optimizers: list[Optimizer], dtype: str, device: str, sources: list[Source]
+    model: nn.Module | None,
+    optimizers: list[Optimizer],
+    dtype: str,
+    device: str,
+    sources: list[Source],
+    *,
+    script: bool = False,
 ) -> Iterator[Finding]:
     policy = get_default_policy().on(device)
 
@@ -101,7 +138,8 @@ def _all(
     yield from optimizer_findings(optimizers)
     for one in sources:
         tree, file = _tree(one)
-        yield from source_findings(tree, file, dtype, in_float32=in_float32)
+        outer = {} if isinstance(one, str | Path) else numbers_in(globals_of(_code_object(one)))
+        yield from source_findings(tree, file, dtype, in_float32=in_float32, outer=outer, script=script)
     if reason := slow_reason(dtype, device):
         other = next((one for one in ("bfloat16", "float16") if one != dtype and not slow_reason(one, device)), "")
         cure = f"mezzo.torch.autocast({device!r}, dtype=torch.{other})" if other else "run without autocast here"

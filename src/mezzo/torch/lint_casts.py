@@ -145,7 +145,8 @@ def activations_cast_again(recording: Recording) -> Iterator[Finding]:
     for op in recording.forward:
         if not op.record.came:  # zeros and alike cost little to make again
             continue
-        whole = op.record.bytes_written // itemsize(op.record.gave[0]) if len(op.record.gave) == 1 else 0
+        size = itemsize(op.record.gave[0]) if len(op.record.gave) == 1 else 0
+        whole = op.record.bytes_written // size if size else 0
         # Casts of a part are of different parts, such as the batches of a data set.
         down = [one for one in _casts_by_readers(recording, op) if one[1].used in LOW and one[1].elements == whole]
         same = [one for one in down if one[1].elements == down[0][1].elements and one[1].used == down[0][1].used]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from mezzo.torch.lint_syntax import called, calls_in, constant, has_float32, low_cast
+from mezzo.torch.lint_syntax import called, calls_in, constant, has_float32, low_cast, pairs
 from mezzo.torch.lint_training_source import Function
 
 __all__ = ["log_findings"]
@@ -52,16 +52,8 @@ def _named(function: Function) -> dict[str, ast.expr]:
     for node in function.nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                found.update(_pairs(target, node.value))
+                found.update(pairs(target, node.value))
     return found
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(target, ast.Name):
-        yield target.id, value
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for one, its in zip(target.elts, value.elts, strict=True):
-            yield from _pairs(one, its)
 
 
 def _argument(call: ast.Call) -> ast.expr | None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mezzo.report_findings import Finding
 from mezzo.torch.lint_constants import becomes_infinite, smallest, vanishes
 from mezzo.torch.lint_places import common_name, listed, setting_for
-from mezzo.torch.lint_reach import functions_called, is_ours
+from mezzo.torch.lint_reach import functions_called, globals_of, is_ours
 from mezzo.torch.lint_source import source_findings
+from mezzo.torch.lint_values import numbers_in
 from mezzo.torch.master_params import master_of
 from mezzo.torch.module_names import named_modules
 from mezzo.torch.preparation import preparation_of
@@ -89,7 +90,9 @@ def _numbers(modules: Named, dtype: str, in_float32: Callable[[str], bool]) -> I
 
 
 def _kind(module: nn.Module, attribute: str, value: float, dtype: str, in_float32: Callable[[str], bool]) -> str:
-    if becomes_infinite(value, dtype) and (value < 0 or _MASK.search(attribute)):
+    # An infinite bound cuts nothing off, as the finite one does.
+    bound = isinstance(module, nn.Hardtanh)
+    if becomes_infinite(value, dtype) and not bound and (value < 0 or _MASK.search(attribute)):
         return "mask overflow"
     if value > 0 and _EPS.search(attribute) and vanishes(value, dtype) and not _computes_wide(module, in_float32):
         return "eps lost"
@@ -168,4 +171,6 @@ def _sources(modules: Named, dtype: str, in_float32: Callable[[str], bool]) -> I
             continue
         ast.increment_lineno(tree, start - 1)
         path = (name,) if name else ()
-        yield from source_findings(tree, file or "", dtype, path=path, in_float32=in_float32)
+        yield from source_findings(
+            tree, file or "", dtype, path=path, in_float32=in_float32, outer=numbers_in(globals_of(code))
+        )

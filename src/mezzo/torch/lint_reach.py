@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard
 
-__all__ = ["functions_called", "is_ours"]
+__all__ = ["functions_called", "globals_of", "is_ours"]
 
 _OWN = ("torch.", "mezzo.")
 
@@ -19,6 +20,21 @@ def is_ours(module: str | None) -> bool:
         (True, False, False)
     """
     return f"{module}.".startswith(_OWN)
+
+
+def globals_of(code: object) -> dict[str, Any]:
+    """Give the global names that the code of a class, a function or a module sees; none if they are not known.
+
+    Example:
+        >>> "is_ours" in globals_of(is_ours)
+        True
+    """
+    if isinstance(code, ModuleType):
+        return vars(code)
+    if isinstance(code, FunctionType):
+        return code.__globals__
+    module = sys.modules.get(getattr(code, "__module__", None) or "")
+    return vars(module) if module is not None else {}
 
 
 def functions_called(kind: type) -> list[FunctionType]:

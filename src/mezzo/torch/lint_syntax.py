@@ -15,6 +15,7 @@ __all__ = [
     "is_autocast",
     "keyword",
     "low_cast",
+    "pairs",
     "receiver",
 ]
 
@@ -41,6 +42,8 @@ def constant(node: ast.AST | None) -> float | None:
             return None
         case ast.Constant(value=int() | float() as value):
             return float(value) if abs(value) < 1e308 else None
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))]):
+            return _read(text)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             number = constant(inner)
             return None if number is None else -number
@@ -52,6 +55,14 @@ def constant(node: ast.AST | None) -> float | None:
             bound = _FINFO.get(dtype_named(call.args[0]))
             return bound if bound is None or end == "max" else -bound
     return None
+
+
+def _read(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e308 else None
 
 
 def _worked_out(work: Callable[[float, float], float], left: float | None, right: float | None) -> float | None:
@@ -90,6 +101,21 @@ def receiver(call: ast.Call) -> str:
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Give an argument that is passed by its name; None if it is not."""
     return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Go through the names of a target of an assignment, each with the expression that it is set to.
+
+    Example:
+        >>> [statement] = ast.parse("a, b = 1, 2").body
+        >>> [(name, ast.unparse(value)) for name, value in pairs(statement.targets[0], statement.value)]
+        [('a', '1'), ('b', '2')]
+    """
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for one, its in zip(target.elts, value.elts, strict=True):
+            yield from pairs(one, its)
 
 
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mezzo.torch.lint_syntax import called, calls_in, is_autocast, low_cast, receiver
+from mezzo.torch.lint_syntax import called, calls_in, has_float32, is_autocast, keyword, low_cast, receiver
 
 __all__ = ["Function", "functions_in", "training_findings"]
 
 _Found = tuple[str, str, str, ast.expr]
 """Kind, message, advice, and where."""
+
+_Branches = dict[int, str]
+"""The ``if`` statements that a node is in, each with the part of it."""
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MOVES = ("to", "cuda", "cpu", "contiguous", "rand", "randn", "ones", "zeros", "tensor", "from_numpy", "load", "next")
@@ -27,14 +30,20 @@ class Function:
     Attributes:
         name: Its name; ``"<module>"`` outside of all.
         body: Its statements.
+        arguments: Its parameters, if it is a function.
+        region: Whether a decorator runs it in a region that is on, or in one that is off.
+        owner: The class whose method it is.
     """
 
     name: str
     body: tuple[ast.AST, ...]
+    arguments: ast.arguments | None = None
+    region: bool | None = None
+    owner: ast.ClassDef | None = None
 
     @cached_property
     def _placed(self) -> list[tuple[ast.AST, bool | None]]:
-        return [pair for statement in self.body for pair in _walk(statement, None)]
+        return [pair for statement in self.body for pair in _walk(statement, self.region)]
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -79,9 +88,21 @@ def functions_in(tree: ast.AST) -> Iterator[Function]:
     """
     if isinstance(tree, ast.Module):
         yield Function("<module>", tuple(tree.body))
+    owners = {id(part): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Function(node.name, tuple(node.body))
+            region = _decorated(node.decorator_list)
+            yield Function(node.name, tuple(node.body), node.args, region, owners.get(id(node)))
+
+
+def _decorated(decorators: list[ast.expr]) -> bool | None:
+    """Say whether decorators have a function run under autocast, or without it; None if they say nothing."""
+    for one in decorators:
+        if isinstance(one, ast.Call) and called(one) == "custom_fwd" and has_float32(keyword(one, "cast_inputs")):
+            return False
+        if (switch := is_autocast(ast.withitem(one))) is not None:
+            return switch
+    return None
 
 
 def training_findings(function: Function, dtype: str) -> Iterator[_Found]:
@@ -115,19 +136,35 @@ def _backward(function: Function) -> Iterator[_Found]:
 
 
 def _clips_scaled(function: Function) -> Iterator[_Found]:
-    scaled = False
+    scaled: list[_Branches] = []
+    branches = {id(node): path for statement in function.body for node, path in _branches(statement, {})}
     for call in function.calls:
         name, on = called(call), receiver(call)
         if name == "scale" and "scaler" in on.lower():
-            scaled = True
+            scaled.append(branches[id(call)])
         elif name in ("unscale_", "step"):
-            scaled = False
-        elif name in _CLIPS and scaled and "scaler" not in on.lower():
+            scaled.clear()
+        elif name in _CLIPS and _any_before(scaled, branches[id(call)]) and "scaler" not in on.lower():
             message = f"{name} is called while the gradients have the scale of the scaler"
             advice = (
                 "scaler.unscale_(optimizer) before it; mezzo's scaler.clip_grad_norm_(optimizer, max_norm) does both"
             )
             yield "scaled gradients clipped", message, advice, call
+
+
+def _branches(node: ast.AST, path: _Branches) -> Iterator[tuple[ast.AST, _Branches]]:
+    """Go through nodes with the branches that they are in."""
+    yield node, path
+    for field, value in ast.iter_fields(node):
+        inside = {**path, id(node): field} if isinstance(node, ast.If) and field in ("body", "orelse") else path
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _branches(child, inside)
+
+
+def _any_before(scaled: list[_Branches], here: _Branches) -> bool:
+    """Say whether one of the calls may have run before: it is in no other branch of an ``if``."""
+    return any(all(here.get(one, branch) == branch for one, branch in path.items()) for path in scaled)
 
 
 def _low_casts(function: Function) -> Iterator[_Found]:

@@ -198,3 +198,30 @@ def test_the_report_is_plain_data() -> None:
     assert report.framework == "torch"
     assert report.regions[0].settings == {"dtype": "bfloat16", "policy": "default", "device": "cpu"}
     assert json.loads(json.dumps(report.as_dict()))["regions"][0]["ops"][0]["op"] == report.records[0].op
+
+
+@torch.library.custom_op("mezzo_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An op that only a policy lists."""
+    return x * 2
+
+
+def test_a_custom_op_that_a_policy_lists_is_seen_from_its_first_call_on() -> None:
+    policy = mezzo.builtin_policy("default").override({"mezzo_test::doubled": "fp32"}, name="mine")
+    with explain() as explained:
+        x = torch.ones(3, dtype=torch.bfloat16)
+        with autocast("cpu", policy=policy):
+            doubled(x)
+    record = next(one for one in explained.report.records if one.op.startswith("mezzo_test::doubled"))
+    assert (record.rule, record.came, record.used) == ("fp32", ("bfloat16",), ("float32",))
+
+
+def test_an_op_without_a_gradient_takes_no_place_from_the_one_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with explain(model) as explained:
+        out = model(torch.ones(2, 4))
+        with torch.no_grad():
+            out.abs().max()
+        out.backward(torch.ones_like(out))
+    paths = {record.path for record in explained.report.records if record.phase == "backward" and record.dot}
+    assert paths == {("0",)}

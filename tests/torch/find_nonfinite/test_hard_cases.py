@@ -85,6 +85,7 @@ MISSED: dict[str, Callable[[], object]] = {
     "a sum": lambda: torch.tensor([-4e4, 1.0]).half() + torch.tensor([-4e4, 1.0]).half(),
     "a product": lambda: torch.tensor([300.0, 1.0]).half() * torch.tensor([-300.0, 1.0]).half(),
     "0 times -inf": lambda: (1 - torch.tensor([1.0, 0.0])) * -torch.inf,
+    "a product with a large negative number": lambda: torch.tensor([-1e9, 1.0]) * torch.tensor([1e35, 1.0]),
     "inf - inf": lambda: torch.full((2,), torch.inf) - torch.inf,
 }
 
@@ -236,3 +237,26 @@ def test_parameters_that_share_their_storage_keep_their_names() -> None:
         net(torch.ones(1, 2))
     assert found.first is not None
     assert found.first.cause == "the parameter 0.weight has NaN already"
+
+
+def test_nan_that_the_program_writes_is_meant_and_so_is_what_comes_of_it() -> None:
+    with find_nonfinite() as found:
+        torch.full((2,), torch.nan) + 1
+    assert found.first is None
+
+
+def test_nothing_is_watched_inside_of_a_block_with_another_mode() -> None:
+    class Users(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    net = nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), GradScaler("cpu", 4.0, on_overflow="explain")
+    with Users():
+        with autocast("cpu", dtype=torch.float16):
+            loss = net(torch.full((1, 2), 1e30)).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
