@@ -17,18 +17,22 @@ Seen = tuple[int, str, str]
 
 def run(command: tuple[str, ...], folder: Path, *, stdin: str = "", environment: dict[str, str] | None = None) -> Seen:
     """Give exit status, stdout and stderr."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
-        # pytest may have been started by something that ignores it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    # pytest may have been started by something that ignores it. Not by `preexec_fn`, which forks this process, threads of
+    # JAX's and all.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -195,6 +195,7 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # from Python 3.12 on; the child is short
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX's, where other tests have imported it
 def test_a_forked_process_is_not_watched_and_the_script_still_is() -> None:
     watch, loop = Watch(RunPlan(TARGET, explain=True, find_nonfinite=True)), Loop()
     watch.start()

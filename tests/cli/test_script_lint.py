@@ -11,6 +11,13 @@ import torch
 from torch import nn
 
 from mezzo.cli.script_lint import ScriptLint, models_of, outermost_models
+from mezzo.torch.lint import lint_script
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_other_tests() -> None:
+    """Models and scalers are found among what is alive, and those of other tests may wait in cycles."""
+    gc.collect()
 
 
 def kinds(lint: ScriptLint) -> set[str]:
@@ -110,3 +117,54 @@ def test_the_same_twice_is_told_once() -> None:
     before = lint.findings
     lint.look_at(optimizer)
     assert lint.findings == before
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def normalise(a):
+    return (a - a.mean(0)) / (a.std(0) + 1e-8)
+
+def accuracy(right, seen):
+    return right / (seen + 1e-9)
+
+def unit(x):
+    return x / ({unit})
+
+class Net(nn.Module):
+    def forward(self, x):
+        return {forward}
+
+def main(net, x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = {region}
+    return accuracy(y.sum().item(), len(x)), normalise(x)
+"""
+
+
+def test_numbers_of_a_script_that_are_for_no_model_are_not_found(tmp_path: Path) -> None:
+    fine = {"unit": "x.norm() + 1e-4", "forward": "x", "region": "net(x)"}
+    assert constants_in(tmp_path, **fine) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ({"forward": "x + 1e-8"}, 16),
+        ({"region": "net(x) + 1e-8"}, 20),
+        ({"unit": "x.norm() + 1e-8", "forward": "unit(x)"}, 12),
+        ({"unit": "x.norm() + 1e-8", "region": "unit(net(x))"}, 12),
+    ],
+    ids=["in a module", "in a region", "called by a module", "called in a region"],
+)
+def test_numbers_where_the_model_computes_are_found(tmp_path: Path, fault: dict[str, str], line: int) -> None:
+    fine = {"unit": "x.norm() + 1e-4", "forward": "x", "region": "net(x)"}
+    assert constants_in(tmp_path, **{**fine, **fault}) == [("eps lost", line)]
+
+
+def constants_in(folder: Path, **parts: str) -> list[tuple[str, int]]:
+    file = folder / "train.py"
+    file.write_text(SCRIPT.format(**parts))
+    found = lint_script(file, torch.float16)
+    return [(finding.kind, finding.source.line) for finding in found if finding.source and finding.kind == "eps lost"]

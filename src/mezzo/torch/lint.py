@@ -18,10 +18,10 @@ from mezzo.policy import Policy
 from mezzo.report_findings import Finding
 from mezzo.torch.lint_hardware import slow_reason
 from mezzo.torch.lint_modules import module_findings
+from mezzo.torch.lint_names import numbers_in
 from mezzo.torch.lint_optimizers import optimizer_findings
 from mezzo.torch.lint_reach import globals_of
 from mezzo.torch.lint_source import source_findings
-from mezzo.torch.lint_values import numbers_in
 from mezzo.torch.ops import check_device
 from mezzo.torch.policies import get_default_policy
 

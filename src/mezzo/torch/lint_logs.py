@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from mezzo.torch.lint_syntax import called, calls_in, constant, has_float32, low_cast, pairs
 from mezzo.torch.lint_training_source import Function
+from mezzo.torch.lint_values import Values
 
 __all__ = ["log_findings"]
 
@@ -36,13 +37,15 @@ def log_findings(function: Function, dtype: str, in_float32: Callable[[str], boo
         ...     print(message, "->", advice)
         log of 1 minus a sigmoid, which is 0 in float16 from logits of 8.4 on -> F.logsigmoid(-logits)
     """
-    named = _named(function)
+    named, values = _named(function), Values(function, {})
     for node in function.low_nodes:
         if isinstance(node, ast.Call) and called(node) in ("log", "log_") and (inner := _argument(node)) is not None:
             one_minus, probability = _without_one(inner)
             made = named.get(probability.id, probability) if isinstance(probability, ast.Name) else probability
             found = _maker(made)
-            if found and not _is_float32(found, made, in_float32) and (text := _text(found, dtype, one_minus)):
+            if not found or _is_float32(found, made, in_float32) or values.wide(made):
+                continue
+            if text := _text(found, dtype, one_minus):
                 yield "log of probabilities", *text, node
 
 

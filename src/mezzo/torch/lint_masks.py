@@ -12,18 +12,8 @@ from mezzo.torch.recorded import RecordedOp
 
 __all__ = ["overflowing_constants"]
 
-_FILLS = (
-    "masked_fill",
-    "where",
-    "full",
-    "full_like",
-    "fill",
-    "scalar_tensor",
-    "new_full",
-    "constant_pad_nd",
-    "index_put",
-)
-_MASKS = ("masked_fill", "index_put", "where", "sub", "rsub")
+_FILLS = ("masked_fill", "where", "full", "full_like", "fill", "scalar_tensor", "new_full", "constant_pad_nd")
+_MASKS = ("masked_fill", "where", "sub", "rsub")
 _OPS = (*_FILLS, "mul", "add", "sub", "rsub")
 _STEPS = 32
 """How many ops behind a constant are looked at for a softmax."""

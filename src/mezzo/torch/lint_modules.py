@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mezzo.report_findings import Finding
 from mezzo.torch.lint_constants import becomes_infinite, smallest, vanishes
+from mezzo.torch.lint_names import numbers_in
 from mezzo.torch.lint_places import common_name, listed, setting_for
 from mezzo.torch.lint_reach import functions_called, globals_of, is_ours
 from mezzo.torch.lint_source import source_findings
-from mezzo.torch.lint_values import numbers_in
 from mezzo.torch.master_params import master_of
 from mezzo.torch.module_names import named_modules
 from mezzo.torch.preparation import preparation_of

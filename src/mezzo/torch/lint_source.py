@@ -11,11 +11,12 @@ from mezzo.report_findings import Finding
 from mezzo.report_records import SourceLine
 from mezzo.torch.lint_logs import log_findings
 from mezzo.torch.lint_low_constants import constant_findings
+from mezzo.torch.lint_names import constants_of
 from mezzo.torch.lint_script import low_functions
 from mezzo.torch.lint_syntax import called, calls_in
 from mezzo.torch.lint_training_source import Function, functions_in, training_findings
 from mezzo.torch.lint_unscaled import unscaled_backward
-from mezzo.torch.lint_values import Values, constants_of
+from mezzo.torch.lint_values import Values
 
 __all__ = ["source_findings"]
 

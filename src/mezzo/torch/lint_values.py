@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
-from mezzo.torch.lint_syntax import called, constant, dtype_named, has_float32, keyword, low_cast, pairs, receiver
+from mezzo.torch.lint_names import constants_of, set_by
+from mezzo.torch.lint_syntax import called, constant, dtype_named, has_float32, keyword, low_cast, receiver
 from mezzo.torch.lint_training_source import Function
 
-__all__ = ["Values", "constants_of", "numbers_in"]
+__all__ = ["Values"]
 
 _Place = tuple[int, int]
 
@@ -49,46 +50,6 @@ _PRODUCTS = frozenset(
 """Functions that autocast computes in lower precision whatever comes."""
 
 
-def numbers_in(scope: Mapping[str, object]) -> dict[str, float]:
-    """Pick the numbers of a scope, such as a module's, by their names.
-
-    Example:
-        >>> numbers_in({"EPS": 1e-8, "FLAG": True, "name": "x"})
-        {'EPS': 1e-08}
-    """
-    numbers = [(name, value) for name, value in [*scope.items()] if isinstance(value, int | float)]
-    return {name: float(value) for name, value in numbers if not isinstance(value, bool) and abs(value) < 1e308}
-
-
-def constants_of(body: list[ast.stmt]) -> dict[str, float]:
-    r"""Give the numbers that statements set names to, of names that they set once.
-
-    Example:
-        >>> constants_of(ast.parse("EPS = 1e-8\nstep = 0\nstep = 1\nname = f()").body)
-        {'EPS': 1e-08}
-    """
-    stores = [
-        node.id
-        for statement in body
-        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    found = ((name, constant(value)) for statement in body for name, value in _set_by(statement) if value is not None)
-    return {name: number for name, number in found if number is not None and stores.count(name) == 1}
-
-
-def _set_by(statement: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    match statement:
-        case ast.Assign(targets=targets, value=value):
-            for target in targets:
-                yield from pairs(target, value)
-        case (
-            ast.AnnAssign(target=ast.Name(id=name), value=value) | ast.NamedExpr(target=ast.Name(id=name), value=value)
-        ):
-            yield name, value
-
-
 class Values:
     r"""What a function's text shows of its values. The text is followed from top to bottom; loops and branches are not.
 
@@ -115,7 +76,7 @@ class Values:
         found: dict[str, list[tuple[_Place, ast.expr | None]]] = {}
         spans: dict[str, list[tuple[_Place, _Place]]] = {}
         for node in self._function.nodes:
-            for name, value in _set_by(node):
+            for name, value in set_by(node):
                 found.setdefault(name, []).append((_end(node), value))
                 spans.setdefault(name, []).append((_start(node), _end(node)))
             if isinstance(node, ast.AugAssign):  # in place: the dtype stays
@@ -192,8 +153,8 @@ class Values:
             return None if name in self._stores else constant(self._defaults.get(name))
         if name not in self._stores:
             return self._outer.get(name)
-        [(_, value), *_] = self._events[name]
-        return constant(value) if self._stores.count(name) == 1 else None
+        events = self._events.get(name, [])
+        return constant(events[0][1]) if events and self._stores.count(name) == 1 else None
 
     def wide(self, node: ast.AST | None, *, made: bool = True) -> bool:
         """Say whether an expression asks for float32, or works on what was cast to it before.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mezzo.report import Finding
+from mezzo.report_records import itemsize
 from mezzo.torch import autocast, explain, keep_casts
 
 from .made import kinds, only, op
@@ -239,3 +240,25 @@ def test_layers_that_cast_up_and_down_are_one_finding() -> None:
     assert (finding.path, finding.count) == (("layers.*.norm",), 3)
     assert "in 'layers.*.norm' and back to bfloat16 by linear in 'layers.*.proj'" in finding.message
     assert finding.message.count("6 casts") == 1
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_tensors_of_rare_dtypes_do_not_end_the_findings(dtype: torch.dtype) -> None:
+    def made() -> Tensor:
+        if dtype.is_complex:
+            return torch.randn(4, 4, dtype=torch.complex64).to(dtype).conj().real
+        return torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, dtype).clone().dequantize()
+
+    with explain() as explained, torch.autocast("cpu", dtype=torch.float16):
+        torch.log(made().half() * 0 + 1e-8)
+    assert [finding.kind for finding in explained.report.warnings] == ["eps lost"]
+    element = (
+        torch.empty(1, dtype=dtype) if dtype.is_complex else torch.quantize_per_tensor(torch.rand(1), 0.1, 0, dtype)
+    )
+    assert itemsize(str(dtype).removeprefix("torch.")) == element.element_size()
+
+
+def test_a_dtype_whose_elements_have_no_known_size_has_no_cast_twice() -> None:
+    assert itemsize("key<fry>") == 0
+    assert kinds(op("clone", came="key<fry>", gave="key<fry>")) == []

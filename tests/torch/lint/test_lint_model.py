@@ -119,6 +119,12 @@ def test_a_large_number_that_is_no_mask_is_not_found() -> None:
     assert kinds(net) == ["mask overflow"]
 
 
+def test_a_bound_that_cuts_nothing_off_is_no_mask() -> None:
+    # An infinite bound does what -1e9 does in float16; a threshold's value is written, and is -inf then.
+    assert kinds(nn.Hardtanh(-1e9, 1e9)) == []
+    assert kinds(nn.Threshold(0.1, -1e9)) == ["mask overflow"]
+
+
 def test_a_buffer_of_a_mask_is_looked_into() -> None:
     [finding] = found(nn.Sequential(Masked(-1e9)))
     assert finding.kind == "mask overflow"

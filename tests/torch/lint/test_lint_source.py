@@ -158,6 +158,25 @@ def test_clipping_before_unscaling(clip: str) -> None:
     assert kinds(LOOP.format(unscale="scaler.unscale_(optimizer)", clip=clip)) == []
 
 
+BRANCHES = """
+def train(model, optimizer, scaler, loss, scaled):
+    if scaled:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+        {here}
+    {behind}
+    optimizer.step()
+"""
+
+
+def test_clipping_in_the_branch_that_does_not_scale_is_not_found() -> None:
+    clip = "clip_grad_norm_(model.parameters(), 1.0)"
+    assert kinds(BRANCHES.format(here=clip, behind="pass")) == []
+    assert kinds(BRANCHES.format(here="pass", behind=clip)) == ["scaled gradients clipped"]
+    assert kinds(BRANCHES.format(here="pass", behind=f"if scaled:\n        {clip}")) == ["scaled gradients clipped"]
+
+
 def test_clipping_by_the_scaler_and_without_one() -> None:
     assert kinds(LOOP.format(unscale="pass", clip="scaler.clip_grad_norm_")) == []
     assert kinds("loss.backward()\nclip_grad_norm_(model.parameters(), 1.0)\noptimizer.step()") == []
