@@ -47,7 +47,7 @@ def test_a_command_finds_what_the_page_shows(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "120"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

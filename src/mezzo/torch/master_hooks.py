@@ -63,7 +63,8 @@ at_attaching.append(_add_hooks)
 def _owner_at(optimizer: torch.optim.Optimizer) -> Owner | None:
     if not Made.count:  # in this process
         return owner_of(optimizer)
-    first = next((one for group in optimizer.param_groups for one in group["params"] if isinstance(one, Master)), None)
+    groups = (group.get("params", ()) for group in optimizer.param_groups)
+    first = next((one for parameters in groups for one in parameters if isinstance(one, Master)), None)
     return owner_of(optimizer) if first is None else first.owner
 
 
