@@ -70,7 +70,9 @@ def _fresh_tokens(request: pytest.FixtureRequest) -> None:
     """Give a module that compiles all tokens: the files that a process runs use more policies than it may compile under."""
     source = Path(request.module.__file__).read_text(encoding="utf-8")
     # Where nobody has imported them, none is taken; some tests run without mezzo.
-    if "mezzo.torch.tokens" in sys.modules and any(word in source for word in ("torch.compile", "torch.export", "make_fx")):
+    if "mezzo.torch.tokens" in sys.modules and any(
+        word in source for word in ("torch.compile", "torch.export", "make_fx")
+    ):
         import torch
 
         from mezzo.torch.tokens import start_over
