@@ -125,27 +125,15 @@ function operandsSection(first) {
     ["NaN", 1],
     ["Inf", 1],
   ];
-  return section(
-    "operands",
-    "What went in",
-    node(
-      "div",
-      { class: "scroll" },
-      node(
-        "table",
-        { class: "list" },
-        node(
-          "thead",
-          {},
-          node(
-            "tr",
-            {},
-            heads.map(([text, number]) => node("th", { class: number ? "number" : null }, text)),
-          ),
-        ),
-        node("tbody", {}, rows),
-      ),
-    ),
+  return section("operands", "What went in", listTable(heads, rows));
+}
+
+function listTable(heads, ...rows) {
+  const head = ([text, number]) => node("th", { class: number ? "number" : null }, text);
+  return node(
+    "div",
+    { class: "scroll" },
+    node("table", { class: "list" }, node("thead", {}, node("tr", {}, heads.map(head))), node("tbody", {}, ...rows)),
   );
 }
 
@@ -168,31 +156,7 @@ function beforeSection(first) {
       ),
     );
   const itself = { ...first, used: first.operands.map((one) => one.dtype), gave: [first.dtype] };
-  return section(
-    "before",
-    "What ran before it",
-    node(
-      "div",
-      { class: "scroll" },
-      node(
-        "table",
-        { class: "list" },
-        node(
-          "thead",
-          {},
-          node(
-            "tr",
-            {},
-            ["op", "module", "line", "pass", "operands \u2192 results"].map((text) => node("th", {}, text)),
-          ),
-        ),
-        node(
-          "tbody",
-          {},
-          first.before.map((one) => line(one, null)),
-          line(itself, "found"),
-        ),
-      ),
-    ),
-  );
+  const heads = ["op", "module", "line", "pass", "operands \u2192 results"].map((text) => [text]);
+  const rows = first.before.map((one) => line(one, null));
+  return section("before", "What ran before it", listTable(heads, rows, line(itself, "found")));
 }
