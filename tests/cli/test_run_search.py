@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 import mezzo.torch
 from mezzo.cli.run_plan import RunPlan
+from mezzo.cli.run_rounds import Rounds
 from mezzo.cli.run_watch import Watch
+from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import SourceLine
 
 from .test_run_watch import TARGET, Loop, open_modes
@@ -148,6 +152,26 @@ def test_each_of_several_optimizers_has_to_recover_for_itself(
     else:
         assert (found.first, found.parameters) == (None, ())
         assert found.notes[0].startswith("2 backward passes were not finite, and the training went on")
+
+
+def test_a_gradient_is_not_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    class Told(Rounds):
+        def add(self, report: NonFiniteReport, parameters: AbstractSet[Hashable]) -> None:
+            told.append(len(report.parameters))
+            super().add(report, parameters)
+
+    monkeypatch.setattr("mezzo.cli.run_search.Rounds", Told)
+    watch, loop = Watch(RunPlan(TARGET, find_nonfinite=True)), Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    watch.start()
+    # Python gives the address of an object that is gone to another soon; to collect garbage makes that often enough.
+    for _ in range(60):
+        one_step(loop, scaler, factor=0.0)
+        gc.collect(0)
+    watch.close()
+    assert told == [2] * 60
 
 
 @pytest.mark.parametrize("kind", SCALERS)

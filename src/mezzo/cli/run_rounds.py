@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,7 +46,7 @@ class ScriptSearch(NonFiniteReport):
 class _Chain:
     """Rounds in which gradients of the same parameters were not finite, with no step of theirs in between."""
 
-    parameters: set[int]
+    parameters: set[Hashable]
     rounds: list[NonFiniteReport] = field(default_factory=list)
 
 
@@ -74,12 +75,13 @@ class Rounds:
         """Whether there are rounds that no step has followed yet."""
         return bool(self._chains)
 
-    def add(self, report: NonFiniteReport, parameters: AbstractSet[int]) -> None:
+    def add(self, report: NonFiniteReport, parameters: AbstractSet[Hashable]) -> None:
         """Take down a round.
 
         Args:
             report: What was found in it.
-            parameters: The ids of the parameters whose gradients it made non-finite. Without any, every step follows it.
+            parameters: What stands for the parameters whose gradients it made non-finite: equal for the same one, and for
+                no other, also when it is gone. Without any, every step follows it.
         """
         chain = next((one for one in self._chains if _meet(one.parameters, parameters)), None)
         if chain is None:
@@ -88,11 +90,11 @@ class Rounds:
         chain.parameters |= parameters
         chain.rounds.append(report)
 
-    def made_step(self, parameters: AbstractSet[int]) -> None:
+    def made_step(self, parameters: AbstractSet[Hashable]) -> None:
         """Take down a step with finite gradients.
 
         Args:
-            parameters: The ids of the optimizer's parameters.
+            parameters: What stands for the optimizer's parameters.
         """
         for chain in [one for one in self._chains if _meet(one.parameters, parameters)]:
             self._chains.remove(chain)
@@ -123,7 +125,7 @@ class Rounds:
         return ScriptSearch(**{**vars(replace(last, **found)), "summary": summary})
 
 
-def _meet(one: AbstractSet[int], other: AbstractSet[int]) -> bool:
+def _meet(one: AbstractSet[Hashable], other: AbstractSet[Hashable]) -> bool:
     return not one or not other or not one.isdisjoint(other)
 
 

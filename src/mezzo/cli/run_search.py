@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.torch.gradients import values_of, version_of
@@ -48,8 +49,9 @@ class NonFiniteSearch:
         self._rounds = Rounds()
         self._is_open = False
         self._last: NonFiniteReport | None = None
-        # Gradients that were not finite when a round ended: the ids of parameter and gradient, and the gradient's version.
-        self._old: set[tuple[int, int, int]] = set()
+        # Gradients that were not finite when a round ended, and their versions. By weak references: a later gradient may
+        # have the id and the version of one that is gone.
+        self._old: set[tuple[WeakIdRef, int]] = set()
 
     def open(self) -> None:
         """Begin to look, as the innermost of all that watches the thread."""
@@ -74,7 +76,7 @@ class NonFiniteSearch:
             self._last = self._report(bad)
             return
         new = [(name, one) for name, one in bad if _version(one) not in self._old]
-        self._rounds.add(self._report(new), {id(one) for _, one in new})
+        self._rounds.add(self._report(new), {WeakIdRef(one) for _, one in new})
         self._old = {_version(one) for _, one in bad}
         self._search.begin_again([one.grad for _, one in bad if one.grad is not None])
 
@@ -106,7 +108,7 @@ class NonFiniteSearch:
                 self._last = self._report(self._bad_parameters())
         if finite:
             # A master is stepped in place of the model's parameter (`mezzo.torch.prepare`).
-            self._rounds.made_step({id(each) for one in stepped for each in (one, getattr(one, "model_param", one))})
+            self._rounds.made_step({WeakIdRef(each) for one in stepped for each in (one, getattr(one, "model_param", one))})
 
     def close(self) -> None:
         """End. Called twice, it does nothing more."""
@@ -185,9 +187,10 @@ class _RoundSearch(Search):
 _UPDATE = torch.ops.aten._amp_update_scale_.default
 
 
-def _version(parameter: nn.Parameter) -> tuple[int, int, int]:
+def _version(parameter: nn.Parameter) -> tuple[WeakIdRef, int]:
     grad = parameter.grad
-    return id(parameter), id(grad), -1 if grad is None else version_of(grad)
+    assert grad is not None, "only of parameters whose gradients are not finite"
+    return WeakIdRef(grad), version_of(grad)
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
