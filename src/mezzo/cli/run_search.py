@@ -108,7 +108,9 @@ class NonFiniteSearch:
                 self._last = self._report(self._bad_parameters())
         if finite:
             # A master is stepped in place of the model's parameter (`mezzo.torch.prepare`).
-            self._rounds.made_step({WeakIdRef(each) for one in stepped for each in (one, getattr(one, "model_param", one))})
+            self._rounds.made_step(
+                {WeakIdRef(each) for one in stepped for each in (one, getattr(one, "model_param", one))}
+            )
 
     def close(self) -> None:
         """End. Called twice, it does nothing more."""
