@@ -11,9 +11,9 @@ Example:
 
 from importlib.metadata import version as _version
 
-from .builtin import builtin_names, builtin_policy
-from .decision import CastPolicy, input_dtypes
-from .errors import (
+from mezzo.builtin import builtin_names, builtin_policy
+from mezzo.decision import CastPolicy, input_dtypes
+from mezzo.errors import (
     ArrayTypeError,
     BannedOpError,
     DeviceError,
@@ -32,10 +32,10 @@ from .errors import (
     UnknownOpError,
     UnknownPolicyError,
 )
-from .explanation import Explanation, OpExplanation
-from .policy import Policy
-from .rules import ByDtype
-from .scaling import LossScaling, ScaleState, Verdict
+from mezzo.explanation import Explanation, OpExplanation
+from mezzo.policy import Policy
+from mezzo.rules import ByDtype
+from mezzo.scaling import LossScaling, ScaleState, Verdict
 
 __version__ = _version("mezzo")
 

@@ -101,7 +101,7 @@ class NonFiniteError(MezzoError, FloatingPointError):
     """An op gave NaN or Inf though what went in was finite, and the user asked for that to be an error.
 
     Attributes:
-        found: What is known of it, a `mezzo.nonfinite_report.NonFiniteOp`; None if the error was made without.
+        found: What is known of it, a `mezzo.report.nonfinite.NonFiniteOp`; None if the error was made without.
     """
 
     def __init__(self, message: str, found: object = None) -> None:

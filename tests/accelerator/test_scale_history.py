@@ -10,8 +10,8 @@ from standin_backend import calls
 from torch import nn
 
 from mezzo.torch import GradScaler
-from mezzo.torch.device_rows import DeviceRows
-from mezzo.torch.scale_history import ScaleHistory
+from mezzo.torch.scaling.device_rows import DeviceRows
+from mezzo.torch.scaling.scale_history import ScaleHistory
 from tests.torch.scaler_contract.optimizers import Momentum
 
 D = "standin"

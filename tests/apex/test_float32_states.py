@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mezzo.apex.amp._amp_state import master_params
 from mezzo.apex.amp.float32_states import give_float32, put_float32_states
 from mezzo.torch import float32_state_dict
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 from .cast_nets import FULL, HALF, LOWS, adam, initialize, mlp, net, sgd, train_step
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.apex.amp.inputs import CastInputs, CastOutputs
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 from .cast_nets import FULL, HALF, LOWS, WIDE, adam, initialize, mlp, sgd, train_step
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mezzo.apex.amp._amp_state import master_params
 from mezzo.apex.amp.inputs import CastInputs, CastOutputs
 from mezzo.errors import AmpOptionError
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 from .cast_nets import FULL, HALF, LOW, LOWS, WIDE, adam, initialize, mlp, net, sgd, train_step
 

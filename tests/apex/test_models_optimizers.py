@@ -11,8 +11,8 @@ from torch import nn
 
 from mezzo.apex.amp._amp_state import master_params
 from mezzo.errors import AmpError
-from mezzo.torch.master_params import Master, masters_in
-from mezzo.torch.preparation import preparation_of
+from mezzo.torch.masters.params import Master, masters_in
+from mezzo.torch.masters.preparation import preparation_of
 
 from .cast_nets import FULL, HALF, LOWS, adam, initialize, mlp, net, sgd, train_step
 

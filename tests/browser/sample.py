@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mezzo.report import Finding, OpRecord, Region, Report, SourceLine
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.numbers import Loss, Numbers
 
 __all__ = ["NASTY", "many_ops", "nasty", "sample", "with_initialisation"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.nonfinite_report import EarlierOp, NonFiniteOp, NonFiniteReport, OperandRange
 from mezzo.report import SourceLine
+from mezzo.report.nonfinite import EarlierOp, NonFiniteOp, NonFiniteReport, OperandRange
 
 from .opened import Opened, wait_for_text
 from .sample import NASTY

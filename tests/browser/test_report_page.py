@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mezzo.report import OpRecord, Region, Report
-from mezzo.report_numbers import Numbers
+from mezzo.report.numbers import Numbers
 
 from .opened import Opened, rows_in, wait_for_text
 from .sample import NASTY, many_ops, nasty, sample, with_initialisation

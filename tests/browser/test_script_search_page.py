@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.cli.run_rounds import Rounds
-from mezzo.nonfinite_report import NonFiniteReport
+from mezzo.report.nonfinite import NonFiniteReport
 
 from .opened import Opened
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mezzo.cli.report_view import show
 from mezzo.report import Finding, OpRecord, Region, Report, Residuals, SourceLine
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.numbers import Loss, Numbers
 from tests.core.module_reports import large, module_report
 from tests.core.reports import reports
 

@@ -15,8 +15,8 @@ from mezzo.cli.run_report import place_of, write_report
 from mezzo.cli.run_rounds import Rounds
 from mezzo.cli.run_watch import Watch
 from mezzo.cli.script_runner import Target
-from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import Finding, OpRecord, Region, Report
+from mezzo.report.nonfinite import NonFiniteReport
 
 
 def seen(path: Path, *, report: bool = True, nonfinite: bool = False) -> tuple[RunPlan, Watch]:

@@ -15,8 +15,8 @@ import mezzo.torch
 from mezzo.cli.run_plan import RunPlan
 from mezzo.cli.run_rounds import Rounds
 from mezzo.cli.run_watch import Watch
-from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import SourceLine
+from mezzo.report.nonfinite import NonFiniteReport
 
 from .test_run_watch import TARGET, Loop, open_modes
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzo.cli.script_lint import ScriptLint, models_of, outermost_models
-from mezzo.torch.lint import lint_script
+from mezzo.torch.linting.lint import lint_script
 
 
 @pytest.fixture(autouse=True)

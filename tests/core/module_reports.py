@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mezzo.report import Finding, OpRecord, Region, Report, SourceLine
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.numbers import Loss, Numbers
 
 LOW, FULL = "bfloat16", "float32"
 TOKENS, WIDE = (8, 16), (16, 16)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import OpRecord, Region, Report, SourceLine
-from mezzo.report_html import page
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.html import page
+from mezzo.report.nonfinite import NonFiniteReport
+from mezzo.report.numbers import Loss, Numbers
 
 from .reports import few, record, reports
 

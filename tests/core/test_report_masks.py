@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mezzo.report import OpRecord, Region, Report
-from mezzo.report_masks import with_masks_marked
-from mezzo.report_numbers import Numbers
-from mezzo.report_worst import worst
+from mezzo.report.masks import with_masks_marked
+from mezzo.report.numbers import Numbers
+from mezzo.report.worst import worst
 
 
 def op(name: str, inf: int = 0, *, elements: int = 16, largest: float = 3.0, nan: int = 0, **more: Any) -> OpRecord:

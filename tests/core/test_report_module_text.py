@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.report import Finding, OpRecord, Region, Report, SourceLine
-from mezzo.report_lines import percent
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.report_text import report_text
+from mezzo.report.lines import percent
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.report.text import report_text
 
 from .module_reports import FULL, LOW, large, module_report, op
 from .reports import few, reports

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.report import OpRecord, Report, Totals
-from mezzo.report_modules import ModuleTotals, module_tree
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.report_ops import ran_in, totals_by_dtype, totals_by_op
-from mezzo.report_tree import tree_rows
-from mezzo.report_worst import worst
+from mezzo.report.modules import ModuleTotals, module_tree
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.report.ops import ran_in, totals_by_dtype, totals_by_op
+from mezzo.report.tree import tree_rows
+from mezzo.report.worst import worst
 
 from .module_reports import large, module_report
 from .reports import few, records, reports

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.numbers import Loss, Numbers
 
 FULL = Numbers(
     elements=10,

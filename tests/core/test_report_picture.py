@@ -11,8 +11,8 @@ import pytest
 
 from mezzo.errors import OptionError
 from mezzo.report import OpRecord, Region, Report
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.report_picture import _draw_all, _draw_modules, _figure, exponents_picture, numbers_by
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.report.picture import _draw_all, _draw_modules, _figure, exponents_picture, numbers_by
 
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib, of the extra demo")
 
@@ -131,8 +131,8 @@ def test_a_report_without_numbers_says_how_to_get_them(tmp_path: Path) -> None:
 def test_the_module_is_imported_without_matplotlib_and_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from mezzo.report import *; from mezzo.report_numbers import Numbers\n"
-        "from mezzo.report_picture import exponents_picture\n"
+        "from mezzo.report import *; from mezzo.report.numbers import Numbers\n"
+        "from mezzo.report.picture import exponents_picture\n"
         "op = OpRecord('mm', 'fp32', numbers=Numbers(1, 1.0, 1.0, exponents={0: 1}))\n"
         "try: exponents_picture(Report('net', 'torch', (Region('net', records=(op,)),)), 'never.png')\n"
         "except ImportError as error: print(error)\n"

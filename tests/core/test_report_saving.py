@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mezzo.report import Report
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.report_saving import json_text
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.report.saving import json_text
 
 from .module_reports import large, module_report
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.report import Finding, OpRecord, Region, Report, Residuals, SourceLine
-from mezzo.report_findings import in_bytes
-from mezzo.report_records import itemsize
-from mezzo.report_text import report_text, short
+from mezzo.report.findings import in_bytes
+from mezzo.report.records import itemsize
+from mezzo.report.text import report_text, short
 
 from .reports import few, record, reports
 

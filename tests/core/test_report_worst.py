@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mezzo.report import OpRecord
-from mezzo.report_low_uses import low_uses
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.report_worst import worst
+from mezzo.report.low_uses import low_uses
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.report.worst import worst
 
 F32, F16 = "float32", "float16"
 

@@ -21,28 +21,29 @@ CORE = (
     "errors",
     "stepwise",
     "decision",
-    "report_numbers",
-    "report_records",
-    "nonfinite_report",
-    "report_findings",
-    "report_totals",
-    "report_modules",
-    "report_ops",
-    "report_masks",
-    "report_low_uses",
-    "report_regions",
-    "report_html_data",
-    "report_lines",
-    "report_worst",
-    "report_module_ops",
-    "report_tree",
-    "report_module_text",
-    "report_text",
-    "report_saving",
-    "report_where",
+    "report.numbers",
+    "report.records",
+    "report.nonfinite",
+    "report.findings",
+    "report.totals",
+    "report.modules",
+    "report.ops",
+    "report.masks",
+    "report.low_uses",
+    "report.regions",
+    "report.html_data",
+    "report.lines",
+    "report.worst",
+    "report.module_ops",
+    "report.tree",
+    "report.module_text",
+    "report.text",
+    "report.saving",
+    "report.where",
+    "report.report",
     "report",
-    "report_html",
-    "report_picture",
+    "report.html",
+    "report.picture",
     "scaling",
     "tables",
     "vocabulary",
@@ -58,7 +59,9 @@ CORE = (
     "policy_file",
 )
 """The parts of the core. At import each needs only those before it; inside a function it may import any."""
-PICTURES = {"mezzo.report_picture", "mezzo.torch.scale_picture"}
+ON_TOP = {"mezzo.torch.scaler", "mezzo.torch.deprecated"}
+"""What stands beside the engine for PyTorch and needs a part that is built on it."""
+PICTURES = {"mezzo.report.picture", "mezzo.torch.scaling.scale_picture"}
 """What draws imports matplotlib, an extra, when it is asked to draw."""
 
 
@@ -238,8 +241,8 @@ def when_drawing(name: str) -> set[str]:
 
 
 def part(module: str) -> str:
-    """Give the part of mezzo that a module belongs to; an empty string for the package itself."""
-    return [*module.split("."), ""][1]
+    """Give the part of mezzo that a module belongs to, of the report the file; an empty string for the package itself."""
+    return module.removeprefix("mezzo.") if module.startswith("mezzo.report.") else [*module.split("."), ""][1]
 
 
 def test_every_module_belongs_to_a_part_that_is_known_here() -> None:
@@ -266,6 +269,20 @@ def test_an_adapter_needs_the_core_its_framework_and_no_other_adapter(name: str)
         else:
             allowed = ADAPTERS[part(name)] | when_drawing(name)
             assert module.split(".")[0] in {*sys.stdlib_module_names, "__future__", *allowed}, module
+
+
+def test_the_engine_for_pytorch_needs_nothing_of_what_is_built_on_it() -> None:
+    built = {name for name, path in FILES.items() if name.startswith("mezzo.torch.") and path.name == "__init__.py"}
+    assert {"mezzo.torch.masters", "mezzo.torch.scaling", "mezzo.torch.recording", "mezzo.torch.linting"} < built
+    engine = {name for name in FILES if name.rpartition(".")[0] == "mezzo.torch"} - built - ON_TOP
+    assert {"mezzo.torch.autocast", "mezzo.torch.kernels", "mezzo.torch.cache", "mezzo.torch.casting"} < engine
+    found = [
+        f"{name} imports {module}"
+        for name in sorted(engine)
+        for module in imports(name, at_import=False)
+        if module in ON_TOP or any(f"{module}.".startswith(f"{package}.") for package in built)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))

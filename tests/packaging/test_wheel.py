@@ -50,7 +50,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(names: set[str
     }
     assert {"mezzo/py.typed", "mezzo/tables/torch/cpu.csv", "mezzo/tables/torch/ops.csv"} <= expected
     assert {"mezzo/tables/jax/xla.csv", "mezzo/tables/jax/ops.csv", "mezzo/tables/jax/aliases.csv"} <= expected
-    assert {"mezzo/report_page/page.html", "mezzo/report_page/page.css", "mezzo/report_page/main.js"} <= expected
+    assert {"mezzo/report/page/page.html", "mezzo/report/page/page.css", "mezzo/report/page/main.js"} <= expected
     information = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - information == expected
     assert [name for name in information if name.endswith("/LICENSE")]
@@ -88,7 +88,7 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import mezzo
 from mezzo.report import Report
-from mezzo.report_html import page
+from mezzo.report.html import page
 print(mezzo.__version__, mezzo.builtin_policy("unified").rule("F.softmax"), mezzo.__file__)
 assert "reportPage" in page(Report("loss", "jax"))
 """

@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.report import Finding, ModuleTotals, OpTotals, Region, Report
-from mezzo.report_findings import in_bytes
-from mezzo.report_lines import numbers_text, percent, short
-from mezzo.report_module_text import has_errors, listed_text
-from mezzo.report_modules import numbers_by_phase
-from mezzo.report_numbers import Numbers
-from mezzo.report_ops import totals_by_dtype
-from mezzo.report_tree import Row, tree_rows
-from mezzo.report_worst import place_of, worst
+from mezzo.report.findings import in_bytes
+from mezzo.report.lines import numbers_text, percent, short
+from mezzo.report.module_text import has_errors, listed_text
+from mezzo.report.modules import numbers_by_phase
+from mezzo.report.numbers import Numbers
+from mezzo.report.ops import totals_by_dtype
+from mezzo.report.tree import Row, tree_rows
+from mezzo.report.worst import place_of, worst
 
 __all__ = ["show"]
 

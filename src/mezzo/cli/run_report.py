@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import Report
-from mezzo.report_html import page
-from mezzo.report_saving import json_text, replace_file
+from mezzo.report.html import page
+from mezzo.report.nonfinite import NonFiniteReport
+from mezzo.report.saving import json_text, replace_file
 
 from .lint_view import joined, show_lint
 from .report_view import show

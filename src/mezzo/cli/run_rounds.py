@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mezzo.nonfinite_report import NonFiniteOp, NonFiniteReport
+from mezzo.report.nonfinite import NonFiniteOp, NonFiniteReport
 
 __all__ = ["Rounds", "ScriptSearch"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from mezzo.nonfinite_report import NonFiniteReport
-from mezzo.torch.gradients import values_of, version_of
-from mezzo.torch.listed_ops import listening
-from mezzo.torch.module_stack import ModuleNames, following_modules
-from mezzo.torch.nonfinite import count
-from mezzo.torch.nonfinite_checks import is_finite
-from mezzo.torch.nonfinite_search import Search
+from mezzo.report.nonfinite import NonFiniteReport
+from mezzo.torch.recording.listed_ops import listening
+from mezzo.torch.recording.module_stack import ModuleNames, following_modules
+from mezzo.torch.scaling.gradients import values_of, version_of
+from mezzo.torch.scaling.nonfinite import count
+from mezzo.torch.searching.checks import is_finite
+from mezzo.torch.searching.search import Search
 from mezzo.torch.watch_mode import close, open_mode, unwatched
 
 from .run_rounds import Rounds, ScriptSearch

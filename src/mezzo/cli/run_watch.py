@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from mezzo.errors import MezzoError
-from mezzo.nonfinite_report import NonFiniteReport
 from mezzo.report import Region, Report
+from mezzo.report.nonfinite import NonFiniteReport
 
 from .run_plan import RunPlan
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from mezzo.torch.explain import explain
+    from mezzo.torch.recording.explain import explain
 
     from .run_search import NonFiniteSearch
     from .script_lint import ScriptLint
@@ -96,7 +96,7 @@ class Watch:
         self._try("watching", self._open_all)
 
     def _open_all(self) -> None:
-        from mezzo.torch.explain import explain  # noqa: PLC0415 - as above
+        from mezzo.torch.recording.explain import explain  # noqa: PLC0415 - as above
 
         plan = self._plan
         os.register_at_fork(after_in_child=self._leave_child)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mezzo.torch
-from mezzo.report_findings import Finding
-from mezzo.torch.lint import lint, lint_script
+from mezzo.report.findings import Finding
+from mezzo.torch.linting.lint import lint, lint_script
 from mezzo.torch.watch_mode import unwatched
 
 __all__ = ["ScriptLint", "models_of", "outermost_models"]

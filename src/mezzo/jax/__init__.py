@@ -11,16 +11,16 @@ Example:
     dtype('float32')
 """
 
-from .autocast import autocast
-from .explain import explain
-from .functions import cast_inputs, upcast
-from .grad_check import GradCheck
-from .master_weights import MasterWeightsState, master_weights
-from .ops import UnknownPrimitiveWarning, register_primitive
-from .optax_wrappers import LossScaledState, loss_scaled
-from .scaler import GradScaler
-from .scopes import disabled
-from .stepping import apply_if
+from mezzo.jax.autocast import autocast
+from mezzo.jax.explain import explain
+from mezzo.jax.functions import cast_inputs, upcast
+from mezzo.jax.grad_check import GradCheck
+from mezzo.jax.master_weights import MasterWeightsState, master_weights
+from mezzo.jax.ops import UnknownPrimitiveWarning, register_primitive
+from mezzo.jax.optax_wrappers import LossScaledState, loss_scaled
+from mezzo.jax.scaler import GradScaler
+from mezzo.jax.scopes import disabled
+from mezzo.jax.stepping import apply_if
 
 __all__ = [
     "autocast",

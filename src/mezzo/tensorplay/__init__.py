@@ -22,7 +22,7 @@ from mezzo.tensorplay.policies import active_policy, get_default_policy, set_def
 from mezzo.tensorplay.queries import get_autocast_dtype, is_autocast_enabled, watch_queries  # noqa: E402
 from mezzo.tensorplay.recurrent import watch_recurrent_layers  # noqa: E402
 from mezzo.tensorplay.scaler import GradScaler  # noqa: E402
-from mezzo.tensorplay.scaler_reports import NonFinite  # noqa: E402
+from mezzo.tensorplay.scaling.reports import NonFinite  # noqa: E402
 from mezzo.tensorplay.weight_casts import watch_memory  # noqa: E402
 
 watch_queries()

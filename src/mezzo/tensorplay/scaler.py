@@ -14,10 +14,10 @@ from tensorplay import Tensor
 
 from mezzo.errors import ScalerProtocolError
 
-from .scaler_closures import step_with_closure
-from .scaler_iterations import STEPPED, UNSCALED
-from .scaler_outputs import scale_nested
-from .scaler_steps import ScalerSteps, closure_in
+from .scaling.closures import step_with_closure
+from .scaling.iterations import STEPPED, UNSCALED
+from .scaling.outputs import scale_nested
+from .scaling.steps import ScalerSteps, closure_in
 
 __all__ = ["GradScaler"]
 

@@ -11,30 +11,30 @@ from mezzo.torch import cpu, cuda
 from mezzo.torch.accelerators import accelerator_policy, register_accelerator, register_kernel
 from mezzo.torch.autocast import autocast, is_autocast_available
 from mezzo.torch.carrying import AutocastState, bind, capture
-from mezzo.torch.explain import explain
-from mezzo.torch.find_nonfinite import find_nonfinite
-from mezzo.torch.float32_weights import float32_state_dict
 from mezzo.torch.foreign import Registration, register_function
 from mezzo.torch.function_check import check_function
-from mezzo.torch.functional_scaling import next_scale, select_finite, unscale_gradients
 from mezzo.torch.functions import custom_bwd, custom_fwd
 from mezzo.torch.keeping import keep_casts
-from mezzo.torch.lint import lint
-from mezzo.torch.lost_updates import LostUpdates, count_lost_updates
-from mezzo.torch.master_params import master_params
-from mezzo.torch.master_steps import refresh_model
-from mezzo.torch.memory_report import MemoryReport, memory_report
-from mezzo.torch.merging import step_merged
-from mezzo.torch.nonfinite import NonFinite, Overflow
+from mezzo.torch.linting.lint import lint
+from mezzo.torch.masters.float32_weights import float32_state_dict
+from mezzo.torch.masters.lost_updates import LostUpdates, count_lost_updates
+from mezzo.torch.masters.memory_report import MemoryReport, memory_report
+from mezzo.torch.masters.params import master_params
+from mezzo.torch.masters.prepare import prepare
+from mezzo.torch.masters.steps import refresh_model
+from mezzo.torch.masters.unprepare import unprepare
 from mezzo.torch.observe import Observation, OpCall, observe
 from mezzo.torch.policies import active_policy, get_default_policy, set_default_policy
 from mezzo.torch.precision import Precision, clear_precision, set_precision
-from mezzo.torch.prepare import prepare
-from mezzo.torch.scale_history import ScaleHistory
-from mezzo.torch.scale_recording import ScaleRow
+from mezzo.torch.recording.explain import explain
 from mezzo.torch.scaler import GradScaler
-from mezzo.torch.schedules import SteppedScheduler
-from mezzo.torch.unprepare import unprepare
+from mezzo.torch.scaling.functional import next_scale, select_finite, unscale_gradients
+from mezzo.torch.scaling.merging import step_merged
+from mezzo.torch.scaling.nonfinite import NonFinite, Overflow
+from mezzo.torch.scaling.scale_history import ScaleHistory
+from mezzo.torch.scaling.scale_recording import ScaleRow
+from mezzo.torch.scaling.schedules import SteppedScheduler
+from mezzo.torch.searching.find_nonfinite import find_nonfinite
 
 __all__ = [
     "autocast",

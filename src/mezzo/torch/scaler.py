@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import ScalerProtocolError
-from mezzo.torch import clipping
-from mezzo.torch.closures import closure_in, step_with_closure
-from mezzo.torch.contract import decides_itself
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
-from mezzo.torch.gradients import parameters_of
-from mezzo.torch.merging import merging, refuse_others
-from mezzo.torch.outputs import scale_nested
-from mezzo.torch.scaler_reports import Reports
-from mezzo.torch.scaler_verdicts import SCALED, STEPPED, UNSCALED
+from mezzo.torch.scaling import clipping
+from mezzo.torch.scaling.closures import closure_in, step_with_closure
+from mezzo.torch.scaling.contract import decides_itself
+from mezzo.torch.scaling.gradients import parameters_of
+from mezzo.torch.scaling.merging import merging, refuse_others
+from mezzo.torch.scaling.outputs import scale_nested
+from mezzo.torch.scaling.reports import Reports
+from mezzo.torch.scaling.verdicts import SCALED, STEPPED, UNSCALED
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
-    from mezzo.torch.nonfinite import Overflow
+    from mezzo.torch.scaling.nonfinite import Overflow
 
 __all__ = ["GradScaler"]
 

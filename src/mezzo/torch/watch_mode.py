@@ -16,7 +16,7 @@ __all__ = ["FRONT_KEY", "FRONT_KEY_NAME", "WatchMode", "close", "is_watched", "o
 
 FRONT_KEY_NAME = "TESTING_ONLY_GenericMode"
 """Behind the key for tracers and in front of all that computes; PyTorch includes it in no thread. See
-`mezzo.torch.listed_ops`."""
+`mezzo.torch.recording.listed_ops`."""
 
 FRONT_KEY = torch._C._dispatch_key_parse(FRONT_KEY_NAME)
 

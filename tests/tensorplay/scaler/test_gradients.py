@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorplay as tp
 
-from mezzo.tensorplay.scaler_gradients import Gradients
+from mezzo.tensorplay.scaling.gradients import Gradients
 
 from .runs import parameter, scaler_of
 

@@ -12,7 +12,7 @@ import pytest
 import tensorplay as tp
 
 from mezzo.errors import ScalerProtocolError, ScalingError
-from mezzo.tensorplay.scaler_reports import NonFinite
+from mezzo.tensorplay.scaling.reports import NonFinite
 
 from .runs import iterate, make, scaler_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import NonFiniteError, OptionError
-from mezzo.nonfinite_report import NonFiniteOp
+from mezzo.report.nonfinite import NonFiniteOp
 from mezzo.torch import autocast, find_nonfinite
 from tests.torch.explain.nets import batch, loss_of, net
 

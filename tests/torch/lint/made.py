@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mezzo.report import Finding
-from mezzo.report_records import OpRecord, SourceLine
-from mezzo.torch.explain_findings import findings_of
-from mezzo.torch.recorded import RecordedOp
+from mezzo.report.records import OpRecord, SourceLine
+from mezzo.torch.linting.findings import findings_of
+from mezzo.torch.recording.recorded import RecordedOp
 
 SHAPE = (32, 16)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.torch.lint_constants import becomes_infinite, becomes_one, largest, rounded, smallest, vanishes
+from mezzo.torch.linting.constants import becomes_infinite, becomes_one, largest, rounded, smallest, vanishes
 
 DTYPES = ("float16", "bfloat16")
 

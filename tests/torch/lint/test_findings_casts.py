@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mezzo.report import Finding
-from mezzo.report_records import itemsize
+from mezzo.report.records import itemsize
 from mezzo.torch import autocast, explain, keep_casts
 
 from .made import kinds, only, op

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.report import Finding
 from mezzo.torch import autocast, explain, prepare, set_precision
-from mezzo.torch.lint_dtypes import slow_dtypes
-from mezzo.torch.lint_hardware import slow_on_cpu
-from mezzo.torch.lint_prepared import prepared_names
-from mezzo.torch.lint_recording import Recording
+from mezzo.torch.linting.dtypes import slow_dtypes
+from mezzo.torch.linting.hardware import slow_on_cpu
+from mezzo.torch.linting.prepared import prepared_names
+from mezzo.torch.linting.recording import Recording
 
 from .made import kinds, only, op
 
@@ -88,7 +88,7 @@ def test_a_low_model_outside_of_regions_or_with_masters_is_not_found() -> None:
     assert found("half model under autocast", net, torch.ones(4, 8, dtype=LOW), enabled=False) == []
     ops = [op("linear", came="bfloat16", gave="bfloat16", parameters=("0.weight",))]
     assert kinds(*ops) == ["half model under autocast"]
-    from mezzo.torch.explain_findings import findings_of
+    from mezzo.torch.linting.findings import findings_of
 
     assert [*findings_of(ops, mastered=frozenset({"0.weight"}))] == []
 

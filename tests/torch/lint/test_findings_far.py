@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.report import Finding
-from mezzo.report_numbers import Numbers
+from mezzo.report.numbers import Numbers
 from mezzo.torch import autocast, explain, set_precision
-from mezzo.torch.recorded import RecordedOp
+from mezzo.torch.recording.recorded import RecordedOp
 
 from .made import kinds, only, op
 

@@ -255,7 +255,7 @@ def test_like_modules_are_one_finding_and_others_are_not() -> None:
 
 
 def _found(kind: str, *ops: object) -> list[Finding]:
-    from mezzo.torch.explain_findings import findings_of
+    from mezzo.torch.linting.findings import findings_of
 
     return [one for one in findings_of(ops) if one.kind == kind]  # type: ignore[arg-type]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.report_numbers import Loss, Numbers
-from mezzo.torch.recorded import RecordedOp
+from mezzo.report.numbers import Loss, Numbers
+from mezzo.torch.recording.recorded import RecordedOp
 
 from .made import kinds, only, op
 

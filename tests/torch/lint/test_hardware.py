@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.torch.lint_hardware import slow_on_cpu, slow_on_cuda, slow_reason
+from mezzo.torch.linting.hardware import slow_on_cpu, slow_on_cuda, slow_reason
 
 X86: dict[str, Any] = {"architecture": "x86_64", "avx2": True, "avx512_f": True}
 ARM: dict[str, Any] = {"architecture": "arm64", "neon": True}

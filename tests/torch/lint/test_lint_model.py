@@ -13,8 +13,8 @@ import mezzo.torch
 from mezzo.errors import DtypeError
 from mezzo.report import Finding
 from mezzo.torch import set_default_policy
-from mezzo.torch.lint import lint
-from mezzo.torch.lint_hardware import slow_reason
+from mezzo.torch.linting.hardware import slow_reason
+from mezzo.torch.linting.lint import lint
 
 HALF, LOW = torch.float16, torch.bfloat16
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from mezzo.report import Finding
 from mezzo.torch import set_default_policy
-from mezzo.torch.lint import lint
-from mezzo.torch.lint_source import source_findings
+from mezzo.torch.linting.lint import lint
+from mezzo.torch.linting.source import source_findings
 
 
 def found(code: str, dtype: str = "float16") -> list[Finding]:

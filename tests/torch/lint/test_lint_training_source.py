@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from mezzo.report import Finding
-from mezzo.torch.lint_source import source_findings
+from mezzo.torch.linting.source import source_findings
 
 
 def found(code: str, dtype: str = "float16", *, softmax_is_wide: bool = False) -> list[Finding]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.torch.lint import lint
-from mezzo.torch.lint_source import source_findings
+from mezzo.torch.linting.lint import lint
+from mezzo.torch.linting.source import source_findings
 
 EPS, NEGATIVE, KEPT = 1e-8, -1e9, 1e-4
 

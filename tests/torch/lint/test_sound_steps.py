@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import mezzo.torch
 from mezzo.report import Report
 from mezzo.torch import autocast, explain
-from mezzo.torch.explain_findings import KINDS, findings_of
+from mezzo.torch.linting.findings import KINDS, findings_of
 
 from .made import kinds, op
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mezzo.torch.shadow import Shadow
+from mezzo.torch.shadowing.shadow import Shadow
 from mezzo.torch.watch_mode import WatchMode
 
 

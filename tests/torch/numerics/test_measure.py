@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.report_numbers import Loss, Numbers
+from mezzo.report.numbers import Loss, Numbers
 from mezzo.torch import autocast
-from mezzo.torch.numerics import measure, measure_all
+from mezzo.torch.recording.numerics import measure, measure_all
 
 TARGETS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]

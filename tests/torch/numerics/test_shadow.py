@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo.torch import autocast
-from mezzo.torch.shadow_attention import attention_for
-from mezzo.torch.shadow_error import relative_error
+from mezzo.torch.shadowing.attention import attention_for
+from mezzo.torch.shadowing.error import relative_error
 
 from .following import Following
 

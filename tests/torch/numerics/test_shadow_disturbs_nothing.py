@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mezzo.torch import GradScaler, autocast
-from mezzo.torch.shadow import Shadow
+from mezzo.torch.shadowing.shadow import Shadow
 
 from .following import Following
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import mezzo.torch
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 BF16 = torch.bfloat16
 SHAPES = [(3,), (), (0,), (1,), (17, 33), (2**16 + 5,), (8, 4, 3, 3), (5, 1)]

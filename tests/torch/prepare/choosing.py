@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.torch.low_parameters import choose
+from mezzo.torch.masters.low_parameters import choose
 
 LOW = torch.bfloat16
 WEIGHT = ("weight", "bias")

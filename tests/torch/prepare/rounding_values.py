@@ -1,4 +1,4 @@
-"""Low-precision values, what they may be rounded from, and the functions of `mezzo.torch.rounding` on single tensors."""
+"""Low-precision values, what they may be rounded from, and `mezzo.torch.masters.rounding` on single tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mezzo.torch.rounding import round_stochastic_, split_, widen_
+from mezzo.torch.masters.rounding import round_stochastic_, split_, widen_
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 ROUNDING = pytest.mark.parametrize("seed", [None, 3], ids=["nearest", "stochastic"])

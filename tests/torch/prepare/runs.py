@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo.torch
-from mezzo.torch.master_params import Master
+from mezzo.torch.masters.params import Master
 
 LOW = torch.bfloat16
 Optimizer = torch.optim.Optimizer

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.torch.blocked_pass import BLOCK
-from mezzo.torch.master_params import Master, make_master
-from mezzo.torch.master_settings import Owner, Settings
-from mezzo.torch.single_pass import update_
+from mezzo.torch.masters.blocked_pass import BLOCK
+from mezzo.torch.masters.params import Master, make_master
+from mezzo.torch.masters.settings import Owner, Settings
+from mezzo.torch.masters.single_pass import update_
 
 BF16 = torch.bfloat16
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import mezzo.torch
-from mezzo.torch.blocked_pass import BLOCK
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.blocked_pass import BLOCK
+from mezzo.torch.masters.params import masters_in
 
 from .blocked_runs import BF16, KINDS, SHAPES, AdamW, Kind, Run, Weights, assert_same, both, fused_calls, modes
 

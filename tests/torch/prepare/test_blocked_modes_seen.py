@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mezzo.torch
-from mezzo.torch.blocked_pass import BLOCK
-from mezzo.torch.master_params import Master, masters_in
-from mezzo.torch.single_pass import has_values
+from mezzo.torch.masters.blocked_pass import BLOCK
+from mezzo.torch.masters.params import Master, masters_in
+from mezzo.torch.masters.single_pass import has_values
 
 from .blocked_runs import KINDS, Kind, assert_same, both, fused_calls, modes, peak_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.torch.blocked_pass import BLOCK
+from mezzo.torch.masters.blocked_pass import BLOCK
 
 from .single_pass_pairs import ADAMW, BF16, SGD, SIZES, VARIANTS, Pair, making
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo.torch
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 from .runs import (
     LOW,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mezzo import Policy
-from mezzo.torch import autocast, compiled_pass
-from mezzo.torch.master_params import Master
-from mezzo.torch.single_pass import Flat, flatten
+from mezzo.torch import autocast
+from mezzo.torch.masters import compiled_pass
+from mezzo.torch.masters.params import Master
+from mezzo.torch.masters.single_pass import Flat, flatten
 
 from .single_pass_pairs import ADAM, ADAMW, BF16, VARIANTS, Pair, kinds, making
 
@@ -96,9 +97,9 @@ WITHOUT_COMPILER = """
 import torch
 from torch import nn
 from mezzo.errors import PreparationError
-from mezzo.torch.master_params import make_master
-from mezzo.torch.master_settings import Owner, Settings
-from mezzo.torch.single_pass import update_
+from mezzo.torch.masters.params import make_master
+from mezzo.torch.masters.settings import Owner, Settings
+from mezzo.torch.masters.single_pass import update_
 
 low = nn.Parameter(torch.ones(20000, dtype=torch.bfloat16))
 master = make_master(torch.ones(20000), low, Owner(Settings(torch.bfloat16)))

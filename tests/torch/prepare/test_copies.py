@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import mezzo.torch
-from mezzo.torch.master_copies import owner_of
-from mezzo.torch.master_params import master_of, masters_in
+from mezzo.torch.masters.copies import owner_of
+from mezzo.torch.masters.params import master_of, masters_in
 
 from .runs import LOW, SETTINGS, Pair, differing, is_prepared, run, same, tensors, train
 

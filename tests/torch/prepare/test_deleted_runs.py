@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mezzo.torch
-from mezzo.torch.master_params import Master, master_of, masters_in
+from mezzo.torch.masters.params import Master, master_of, masters_in
 
 from .runs import LOW, SETTINGS, differing, net, run, same, tensors, train
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.torch import autocast
-from mezzo.torch.master_params import Master
+from mezzo.torch.masters.params import Master
 
 from .nets import BF16, ByHand, assert_rounded, batches, everything, held, loss_of, mlp, prepared, same, train
 

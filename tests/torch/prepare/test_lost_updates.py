@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as hooks
 
 import mezzo.torch
-from mezzo.torch.lost_updates import LostUpdates, UpdateCounts, count_lost_updates
+from mezzo.torch.masters.lost_updates import LostUpdates, UpdateCounts, count_lost_updates
 
 
 def parameter(values: list[float], dtype: torch.dtype = torch.bfloat16, gradient: list[float] | None = None) -> Any:

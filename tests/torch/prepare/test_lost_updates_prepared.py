@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.torch.lost_updates import LostUpdates, count_lost_updates
-from mezzo.torch.prepare import prepare
+from mezzo.torch.masters.lost_updates import LostUpdates, count_lost_updates
+from mezzo.torch.masters.prepare import prepare
 
 from .test_lost_updates import SCALERS, counts
 
@@ -80,8 +80,8 @@ def test_prepared_within_the_first_block_of_a_process_it_counts_the_same() -> No
     script = """
 import torch
 import mezzo.torch
-from mezzo.torch.lost_updates import count_lost_updates
-from mezzo.torch.prepare import prepare
+from mezzo.torch.masters.lost_updates import count_lost_updates
+from mezzo.torch.masters.prepare import prepare
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.ones_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from mezzo import Policy
 from mezzo.errors import PreparationError
 from mezzo.torch import autocast, set_precision
-from mezzo.torch.low_parameters import Choice, choose
+from mezzo.torch.masters.low_parameters import Choice, choose
 from tests.torch.named_model import Model
 from tests.torch.prepare.choosing import CELL, LAYER, LOW, WEIGHT, chosen, of, reasons
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 
 from mezzo.errors import MezzoError, PreparationError
-from mezzo.torch.low_parameters import choose, choose_buffers
+from mezzo.torch.masters.low_parameters import choose, choose_buffers
 from tests.torch.named_model import Model
 from tests.torch.prepare.choosing import LOW, chosen, reasons
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mezzo.errors import DtypeError
-from mezzo.torch.rounding import generator_for, may_come_from, round_nearest_, round_stochastic_, split_, widen_
+from mezzo.torch.masters.rounding import generator_for, may_come_from, round_nearest_, round_stochastic_, split_, widen_
 
 from .rounding_values import FINITE, LOW, all_low, bits, low_dtypes, neighbours, stochastic, values
 

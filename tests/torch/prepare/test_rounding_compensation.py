@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mezzo.torch.rounding import round_stochastic_, split_, widen_
+from mezzo.torch.masters.rounding import round_stochastic_, split_, widen_
 
 from .rounding_values import LOW, ROUNDING, all_low, bits, low_dtypes, split, values, widened
 

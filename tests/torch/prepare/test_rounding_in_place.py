@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.torch.rounding import may_come_from, round_nearest_, round_stochastic_, split_, widen_
+from mezzo.torch.masters.rounding import may_come_from, round_nearest_, round_stochastic_, split_, widen_
 
 from .rounding_values import LOW, ROUNDING, bits, junk, split, stochastic, widened
 

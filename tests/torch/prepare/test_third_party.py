@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import PreparationError
 from mezzo.torch import autocast, float32_state_dict, master_params, prepare, refresh_model, unprepare
-from mezzo.torch.master_params import masters_in
+from mezzo.torch.masters.params import masters_in
 
 MODES: list[dict[str, Any]] = [
     {},

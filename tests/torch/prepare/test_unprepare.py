@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import mezzo.torch
 from mezzo.torch import prepare, unprepare
-from mezzo.torch.master_copies import owner_of
-from mezzo.torch.master_params import master_of, masters_in
+from mezzo.torch.masters.copies import owner_of
+from mezzo.torch.masters.params import master_of, masters_in
 
 from .runs import LOW, OPTIMIZERS, SETTINGS, differing, net, run, same, tensors, train
 

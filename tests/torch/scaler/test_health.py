@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.torch.health import Health
+from mezzo.torch.scaling.health import Health
 
 GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
 NAN, INF, UNKNOWN = torch.tensor([1.0, 0, 0]), torch.tensor([1.0, 1, 0]), torch.tensor([0.0, 0, 1])

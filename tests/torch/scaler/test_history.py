@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo.errors import ScalerProtocolError
-from mezzo.torch.history import History, Steps
+from mezzo.torch.scaling.history import History, Steps
 
 MADE, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import OptionError, ScalingError
 from mezzo.torch import GradScaler, step_merged
-from mezzo.torch.scale_history import ScaleHistory, ScaleRow
+from mezzo.torch.scaling.scale_history import ScaleHistory, ScaleRow
 
 from .runs import INF, NAN, Script, assert_equal
 

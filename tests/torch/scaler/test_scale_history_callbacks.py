@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mezzo.torch import GradScaler
-from mezzo.torch.scale_history import ScaleHistory
+from mezzo.torch.scaling.scale_history import ScaleHistory
 
 Told = list[tuple[str, float, int]]
 

@@ -13,7 +13,7 @@ import torch
 
 from mezzo.errors import OptionError
 from mezzo.torch import GradScaler
-from mezzo.torch.scale_history import ScaleHistory
+from mezzo.torch.scaling.scale_history import ScaleHistory
 
 from .runs import INF
 

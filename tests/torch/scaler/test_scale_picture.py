@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mezzo.torch import GradScaler
-from mezzo.torch.scale_history import ScaleHistory, ScaleRow
-from mezzo.torch.scale_picture import scale_figure
+from mezzo.torch.scaling.scale_history import ScaleHistory, ScaleRow
+from mezzo.torch.scaling.scale_picture import scale_figure
 from tests.packaging.test_isolation import imports
 
 ROWS = [

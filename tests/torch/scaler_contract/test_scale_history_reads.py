@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.torch import GradScaler
-from mezzo.torch.scale_history import ScaleHistory
+from mezzo.torch.scaling.scale_history import ScaleHistory
 
 from .optimizers import Momentum, parameter
 from .reading import counted_reads

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mezzo.torch import GradScaler
-from mezzo.torch.scale_history import ScaleHistory
+from mezzo.torch.scaling.scale_history import ScaleHistory
 
 from .processes import Ranks
 from .training import INF

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mezzo.errors import MezzoError
-from mezzo.torch.clipping import clip_norm_, clip_value_
+from mezzo.torch.scaling.clipping import clip_norm_, clip_value_
 
 from .clipped import FOREACH, HostReads, equal, make, same_with_nan, torch_norm
 

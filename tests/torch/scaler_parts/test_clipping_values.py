@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mezzo.torch.clipping import clip_norm_, clip_value_
+from mezzo.torch.scaling.clipping import clip_norm_, clip_value_
 
 from .clipped import FOREACH, equal, make, same_with_nan, sparse, torch_norm, torch_value
 

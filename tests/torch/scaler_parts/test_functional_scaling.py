@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from mezzo import LossScaling, ScaleState, ScalingError, Verdict
-from mezzo.torch.functional_scaling import next_scale, select_finite, unscale_gradients
+from mezzo.torch.scaling.functional import next_scale, select_finite, unscale_gradients
 
 from .clipped import HostReads
 

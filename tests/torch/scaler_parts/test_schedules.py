@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 from mezzo.torch import GradScaler
-from mezzo.torch.schedules import SteppedScheduler
+from mezzo.torch.scaling.schedules import SteppedScheduler
 
 INF = math.inf
 # The first steps are skipped, and some in between: 5 of 9 are made.

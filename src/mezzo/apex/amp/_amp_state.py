@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mezzo.errors import AmpError
-from mezzo.torch.master_params import master_params as _master_params
+from mezzo.torch.masters.params import master_params as _master_params
 
 if TYPE_CHECKING:
     from mezzo.apex.amp.loss_scaler import LossScaler

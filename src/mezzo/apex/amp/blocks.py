@@ -17,8 +17,8 @@ from mezzo.apex.amp.steps import recover
 from mezzo.apex.amp.unscaling import is_zero, multiply, put_aside, put_back, unscale
 from mezzo.errors import AmpError
 from mezzo.scaling import Verdict
-from mezzo.torch.master_copies import owner_of
-from mezzo.torch.master_places import take_in
+from mezzo.torch.masters.copies import owner_of
+from mezzo.torch.masters.places import take_in
 
 if TYPE_CHECKING:
     from mezzo.apex.amp.loss_scaler import LossScaler

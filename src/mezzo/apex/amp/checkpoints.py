@@ -11,8 +11,8 @@ import torch
 from mezzo.apex.amp._amp_state import _amp_state, maybe_print
 from mezzo.apex.amp.loss_scaler import LossScaler
 from mezzo.errors import AmpError
-from mezzo.torch.master_params import rebuild_master
-from mezzo.torch.master_settings import Owner, Settings
+from mezzo.torch.masters.params import rebuild_master
+from mezzo.torch.masters.settings import Owner, Settings
 
 __all__ = ["load_state_dict", "state_dict"]
 

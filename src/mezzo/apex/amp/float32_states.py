@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.torch.master_params import master_of, take_over_writes
+from mezzo.torch.masters.params import master_of, take_over_writes
 
 __all__ = ["give_float32", "put_float32_states"]
 

@@ -13,12 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mezzo.apex.amp.model_values import FLOATS, buffers_of, parameters_of
 from mezzo.apex.amp.properties import Properties
 from mezzo.errors import PreparationError
-from mezzo.torch.master_params import master_of
-from mezzo.torch.master_settings import Settings
-from mezzo.torch.preparation import Preparation, mark, preparation_of, watch_forward
-from mezzo.torch.prepare import prepare
-from mezzo.torch.prepare_checks import check_arithmetic
-from mezzo.torch.unprepare import unprepare
+from mezzo.torch.masters.params import master_of
+from mezzo.torch.masters.preparation import Preparation, mark, preparation_of, watch_forward
+from mezzo.torch.masters.prepare import prepare
+from mezzo.torch.masters.prepare_checks import check_arithmetic
+from mezzo.torch.masters.settings import Settings
+from mezzo.torch.masters.unprepare import unprepare
 
 __all__ = ["Group", "groups_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.torch.master_gradients import replace_values, set_gradient
-from mezzo.torch.master_places import cast_state
+from mezzo.torch.masters.gradients import replace_values, set_gradient
+from mezzo.torch.masters.places import cast_state
 
 __all__ = ["FLOATS", "Before", "buffers_of", "cast_in_place", "parameters_of"]
 

@@ -21,7 +21,7 @@ from mezzo.apex.amp.model_groups import Group, groups_of
 from mezzo.apex.amp.model_values import FLOATS, Before, cast_in_place, parameters_of
 from mezzo.apex.amp.properties import Properties
 from mezzo.errors import AmpError, AmpOptionError
-from mezzo.torch.preparation import preparation_of
+from mezzo.torch.masters.preparation import preparation_of
 
 __all__ = ["cast_models"]
 

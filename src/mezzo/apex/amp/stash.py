@@ -18,14 +18,14 @@ from torch import Tensor
 
 from mezzo.apex.amp.checks import inner_optimizer
 from mezzo.errors import AmpError
-from mezzo.torch.gradients import each_parameter_of
-from mezzo.torch.master_params import Master
-from mezzo.torch.master_steps import refresh_model
+from mezzo.torch.masters.params import Master
+from mezzo.torch.masters.steps import refresh_model
+from mezzo.torch.scaling.gradients import each_parameter_of
 
 if TYPE_CHECKING:
     from mezzo.apex.amp.blocks import Block
     from mezzo.apex.amp.loss_scaler import LossScaler
-    from mezzo.torch.closures import Kept
+    from mezzo.torch.scaling.closures import Kept
 
 __all__ = ["AmpStash", "Begun", "attach_stash", "sharing", "stash_of"]
 

@@ -24,9 +24,9 @@ from mezzo.apex.amp import casts
 from mezzo.apex.amp._amp_state import maybe_print
 from mezzo.apex.amp.stash import AmpStash, Begun, sharing, stash_of
 from mezzo.apex.amp.unscaling import multiply, unscale
-from mezzo.torch.closures import Kept
 from mezzo.torch.eager import runs_eagerly, runs_itself_eagerly
-from mezzo.torch.master_hooks import watch_steps
+from mezzo.torch.masters.hooks import watch_steps
+from mezzo.torch.scaling.closures import Kept
 
 __all__ = ["recover", "watch_amp_steps"]
 

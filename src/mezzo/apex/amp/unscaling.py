@@ -17,9 +17,9 @@ from torch import Tensor
 from mezzo.scaling import Verdict
 from mezzo.torch.agreement import agree_, meshes
 from mezzo.torch.eager import runs_eagerly
-from mezzo.torch.gradients import collect
-from mezzo.torch.nonfinite import count, parameter_names
-from mezzo.torch.updating import add_up
+from mezzo.torch.scaling.gradients import collect
+from mezzo.torch.scaling.nonfinite import count, parameter_names
+from mezzo.torch.scaling.updating import add_up
 
 if TYPE_CHECKING:
     from mezzo.apex.amp.loss_scaler import LossScaler

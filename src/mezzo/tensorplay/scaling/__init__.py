@@ -1,0 +1,1 @@
+"""The parts of `mezzo.tensorplay.GradScaler`; ``mezzo.tensorplay.scaler`` is the class."""
