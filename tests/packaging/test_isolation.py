@@ -346,3 +346,19 @@ def test_packages_say_what_is_public(name: str) -> None:
 def test_a_file_has_one_idea(path: Path) -> None:
     assert path.name not in {"utils.py", "helpers.py", "common.py", "misc.py"}
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_the_files_that_a_stack_is_read_by_are_there() -> None:
+    """What an op is taken for, and which frames a traceback leaves out, is told by the names of our files."""
+    named = run(STACK_FILES)
+    assert len(named) > 15
+    assert [path for path in named if not Path(path).exists()] == []
+
+
+STACK_FILES = """
+import json
+from mezzo.cli import watch_frames
+from mezzo.torch.recording import call_sites
+named = [*watch_frames._WATCHING, *call_sites._WATCHES, *call_sites._STEPS]
+print(json.dumps(named))
+"""

@@ -16,8 +16,15 @@ _PACKAGE = os.path.dirname(mezzo.__file__)  # noqa: PTH120 - as frames have it, 
 _WATCHING = frozenset(
     [
         *(
-            os.path.join(_PACKAGE, "torch", f"{name}.py")  # noqa: PTH118 - as above
-            for name in ("listed_ops", "module_stack", "nonfinite_search", "recorder", "shadow", "watch_mode")
+            os.path.join(_PACKAGE, "torch", *f"{name}.py".split("/"))  # noqa: PTH118 - as above
+            for name in (
+                "recording/listed_ops",
+                "recording/module_stack",
+                "recording/recorder",
+                "searching/search",
+                "shadowing/shadow",
+                "watch_mode",
+            )
         ),
         os.path.join(os.path.dirname(run_rounds.__file__), "run_search.py"),  # noqa: PTH118, PTH120 - as above
     ]

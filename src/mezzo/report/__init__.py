@@ -4,9 +4,9 @@ No framework and no terminal library: `mezzo.torch.explain` and `mezzo.jax.expla
 
 Example:
     >>> from mezzo.report import OpRecord, Region, Report
-    >>> report = Report("mean", (OpRecord(op="mean"),), region=Region(policy="unified", dtype="bfloat16"))
-    >>> report.records[0].op
-    'mean'
+    >>> mean = OpRecord("mean", "fp32")
+    >>> Report("loss", "jax", (Region("loss", {"dtype": "bfloat16"}, (mean,)),)).records[0].rule
+    'fp32'
 """
 
 from .findings import Finding, Residuals
