@@ -136,6 +136,38 @@ def test_a_backward_pass_in_a_function_that_a_region_only_defines() -> None:
     assert kinds("with autocast('cpu'):\n    def later(loss):\n        loss.backward()") == []
 
 
+REGION = "torch.autocast('cuda', dtype=torch.float16)"
+
+
+@pytest.mark.parametrize(
+    ("before", "entered"),
+    [
+        (f"ctx = {REGION}", "ctx"),
+        (f"self.ctx = {REGION}", "self.ctx"),
+        (f"ctx: Any = {REGION}", "no_grad(), ctx as region"),
+        (f"scaled, ctx = True, {REGION}", "ctx"),
+        (f"ctx = nullcontext() if device == 'cpu' else {REGION}", "ctx"),
+        (f"if device == 'cpu':\n    ctx = nullcontext()\nelse:\n    ctx = {REGION}", "ctx"),
+        ("amp = partial(torch.autocast, 'cuda', dtype=torch.float16)", "amp()"),
+        ("amp = functools.partial(autocast, dtype=torch.float16)", "amp(device_type='cuda')"),
+        ("amp = partial(autocast, 'cuda', dtype=torch.bfloat16)", "amp(dtype=torch.float16)"),
+        (f"def amp(on):\n    return {REGION}", "amp(True)"),
+        (f"def amp(self):\n    return nullcontext() if self.cpu else {REGION}", "self.amp()"),
+    ],
+)
+def test_a_region_that_is_made_elsewhere(before: str, entered: str) -> None:
+    code = f"{before}\nwith {entered}:\n    loss = model(x)\n    loss.backward()"
+    assert kinds(code) == ["backward in region", "no gradient scaler"]
+    assert kinds(code.replace("dtype=torch.float16", "enabled=False, dtype=torch.float16")) == []
+    assert kinds(code.replace(f"with {entered}", "with other")) == []
+
+
+def test_what_is_no_region_by_its_name() -> None:
+    for before in ("ctx = nullcontext()", "def ctx():\n    return nullcontext()", "ctx = partial(nullcontext, 1)"):
+        assert kinds(f"{before}\nwith ctx, ctx():\n    loss.backward()") == []
+    assert kinds("class A:\n    def amp(self): return autocast('cuda')\nwith amp:\n    loss.backward()") == []
+
+
 LOOP = """
 def train(model, optimizer, scaler, data):
     for x in data:

@@ -12,6 +12,7 @@ from mezzo.report.records import SourceLine
 
 from .logs import log_findings
 from .low_constants import constant_findings
+from .named_regions import put_regions_in_place
 from .names import constants_of
 from .script import low_functions
 from .syntax import called, calls_in
@@ -48,7 +49,7 @@ def source_findings(
     r"""Look through source code. Nothing of it is run.
 
     Args:
-        tree: The tree, whose lines are those of the file.
+        tree: The tree, whose lines are those of the file; names of regions in it are replaced by what they stand for.
         file: The file.
         dtype: The lower precision that it is to run in, ``"float16"`` or ``"bfloat16"``.
         path: The module whose code it is.
@@ -67,6 +68,7 @@ def source_findings(
         net.py:2 (f): masked_fill has the constant -1e+09, which is -inf in float16
         net.py:2 (f): 1e-08 is added: it is 0 in float16, whose smallest number is 6e-08
     """
+    put_regions_in_place(tree)
     functions = [*functions_in(tree)]
     numbers = {**outer, **(constants_of(tree.body) if isinstance(tree, ast.Module) else {})}
     low = low_functions(functions) if script else functions
