@@ -102,6 +102,27 @@ def test_the_next_skip_after_an_explanation_is_watched_again() -> None:
     assert seen == [1, 0, 1, 0]
 
 
+def test_what_a_watched_iteration_showed_explains_no_later_one() -> None:
+    model = model_with(1.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler("cpu", 4.0, on_overflow="explain")
+    made, watched = [], []
+    for broken in (True, False, True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+        if broken:
+            for gradient in (parameter.grad for parameter in model.parameters()):
+                assert gradient is not None
+                gradient[0] = torch.inf  # in an iteration that is watched it would be seen; this one is not
+        else:
+            torch.zeros(1).log()  # a number that is printed, say; the step is made
+        watched.append(modes())
+        scaler.step(optimizer)
+        scaler.update()
+        made.append(scaler.stepped(optimizer))
+    assert (made, watched) == ([False, True, False, True], [0, 1, 0, 1])
+    assert scaler.explanation is None
+
+
 def test_a_block_of_the_users_own_is_not_disturbed() -> None:
     model = model_with(1e6)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler("cpu", 4.0, on_overflow="explain")

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 from mezzo.errors import OptionError
 from mezzo.torch import GradScaler, autocast, explain, find_nonfinite
+from mezzo.torch.recording.memory_places import place_of
+from mezzo.torch.recording.module_stack import ModuleNames
 
 CALLS: list[int] = []
 
@@ -237,6 +239,16 @@ def test_parameters_that_share_their_storage_keep_their_names() -> None:
         net(torch.ones(1, 2))
     assert found.first is not None
     assert found.first.cause == "the parameter 0.weight has NaN already"
+
+
+def test_memory_of_a_parameter_that_is_gone_has_no_name() -> None:
+    names, model = ModuleNames(), nn.Linear(4, 4)
+    names.add(model)
+    place = place_of(model.weight)
+    assert names.parameter_at(place) == "weight"
+    del model
+    gc.collect()
+    assert names.parameter_at(place) is None, "it may be the memory of anything by now"
 
 
 def test_nan_that_the_program_writes_is_meant_and_so_is_what_comes_of_it() -> None:
