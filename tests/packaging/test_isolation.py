@@ -196,6 +196,24 @@ print(json.dumps([control > 0, asked[control:], torch.cuda.is_initialized()]))
     assert asked == [True, [], False]
 
 
+def test_watching_does_not_import_the_compiler() -> None:
+    """PyTorch's dispatch modes import Dynamo when one first sees an op; all that PyTorch computes is slower from then on."""
+    assert (
+        run("""
+import json, sys, torch, mezzo.torch
+net, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+for watch in (mezzo.torch.explain(), mezzo.torch.explain(numerics=True, shadow=True), mezzo.torch.find_nonfinite()):
+    with watch:
+        with mezzo.torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(x).float().sum()
+        loss.backward()
+    str(watch.report)
+print(json.dumps("torch._dynamo" in sys.modules))
+""")
+        is False
+    )
+
+
 # Dependencies
 
 

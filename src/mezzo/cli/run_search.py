@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from mezzo.report.nonfinite import NonFiniteReport
+from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.recording.listed_ops import listening
 from mezzo.torch.recording.module_stack import ModuleNames, following_modules
 from mezzo.torch.scaling.gradients import values_of, version_of
@@ -158,10 +159,7 @@ class _RoundSearch(Search):
         super().__init__(names, last=_LAST, raise_error=False)
         self._updated = updated
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # what is called next does
-
+    @runs_eagerly
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -25,10 +25,15 @@ _at = torch._C._get_dispatch_stack_at
 
 
 class WatchMode(TorchDispatchMode):
-    """A mode that changes nothing."""
+    """A mode that changes nothing. Its ``__torch_dispatch__`` is to be decorated by `mezzo.torch.eager.runs_eagerly`."""
 
     # Without it PyTorch refuses to run higher-order ops, such as flex_attention's, while the mode is open.
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that PyTorch need not keep Dynamo out: it would import it, and all of the process be slower from then on."""
+        return False
 
 
 def other_modes() -> bool:

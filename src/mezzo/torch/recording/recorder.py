@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo.decision import CastPolicy
 from mezzo.report.numbers import Numbers
 from mezzo.torch.casting import ELIGIBLE
+from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.shadowing.shadow import Shadow
 from mezzo.torch.watch_mode import WatchMode, unwatched
 
@@ -60,6 +61,7 @@ class Recorder(WatchMode):
         self._origins = Origins()
         self._codes: set[int] = set()
 
+    @runs_eagerly
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

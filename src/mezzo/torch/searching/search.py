@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mezzo.errors import NonFiniteError
 from mezzo.report.nonfinite import EarlierOp, NonFiniteOp
+from mezzo.torch.eager import runs_eagerly
 from mezzo.torch.recording.listed_ops import Listed, listed_now, region_now
 from mezzo.torch.recording.memory_places import place_of
 from mezzo.torch.recording.module_stack import ModuleNames
@@ -87,6 +88,7 @@ class Search(WatchMode):
         self._memory.clear()
         self._last.clear()
 
+    @runs_eagerly
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
