@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ __all__ = ["NonFiniteSearch"]
 
 _LAST = 8
 """How many of the ops before it are told."""
+
+
+class _Bad(NamedTuple):
+    """A parameter whose gradient is not finite."""
+
+    name: str
+    parameter: nn.Parameter
+    gradient: Tensor
+
+    @property
+    def version(self) -> tuple[WeakIdRef, int]:
+        return WeakIdRef(self.gradient), version_of(self.gradient)
 
 
 class NonFiniteSearch:
@@ -76,10 +88,10 @@ class NonFiniteSearch:
         if first is None or first.phase != "backward":
             self._last = self._report(bad)
             return
-        new = [(name, one) for name, one in bad if _version(one) not in self._old]
-        self._rounds.add(self._report(new), {WeakIdRef(one) for _, one in new})
-        self._old = {_version(one) for _, one in bad}
-        self._search.begin_again([one.grad for _, one in bad if one.grad is not None])
+        new = [one for one in bad if one.version not in self._old]
+        self._rounds.add(self._report(new), {WeakIdRef(one.parameter) for one in new})
+        self._old = {one.version for one in bad}
+        self._search.begin_again([one.gradient for one in bad])
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, may_close: bool) -> None:
         """See whether what was found has reached a step of an optimizer.
@@ -124,12 +136,14 @@ class NonFiniteSearch:
                 self._end_round()
         self._search.forget()
 
-    def _bad_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _bad_parameters(self) -> list[_Bad]:
         named = self._names.named_parameters()
-        return [(name, one) for name, one in named if one.grad is not None and not is_finite(values_of(one.grad))]
+        having = [_Bad(name, one, one.grad) for name, one in named if one.grad is not None]
+        return [one for one in having if not is_finite(values_of(one.gradient))]
 
-    def _report(self, bad: list[tuple[str, nn.Parameter]]) -> NonFiniteReport:
-        parameters = count([one for _, one in bad]).read({id(one): name for name, one in bad}) if bad else ()
+    def _report(self, bad: list[_Bad]) -> NonFiniteReport:
+        names = {id(one.parameter): one.name for one in bad}
+        parameters = count([one.parameter for one in bad]).read(names) if bad else ()
         return NonFiniteReport(self._search.first, tuple(map(str, parameters)), self._search.ops)
 
     def report(self, ended: str = "") -> ScriptSearch:
@@ -185,12 +199,6 @@ class _RoundSearch(Search):
 
 
 _UPDATE = torch.ops.aten._amp_update_scale_.default
-
-
-def _version(parameter: nn.Parameter) -> tuple[WeakIdRef, int]:
-    grad = parameter.grad
-    assert grad is not None, "only of parameters whose gradients are not finite"
-    return WeakIdRef(grad), version_of(grad)
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
