@@ -13,6 +13,7 @@ from torch import nn
 
 from mezzo.apex.amp import checks
 from mezzo.errors import AmpError, AmpTypeError
+from tests.process_groups import end_process_group
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -147,7 +148,7 @@ def test_ddp_and_its_subclasses_are_refused(tmp_path: Path) -> None:
             with pytest.raises(AmpError, match=f"wrapped in {wrapper.__name__} already"):
                 checks.check_models([wrapper(nn.Linear(2, 2))], False)
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def test_an_optimizer_that_is_there_twice_is_refused() -> None:

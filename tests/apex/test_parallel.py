@@ -20,6 +20,7 @@ from mezzo.apex.parallel import (
     create_syncbn_process_group,
 )
 from mezzo.errors import AmpError
+from tests.process_groups import end_process_group
 from tests.torch.scaler_distributed.processes import Ranks, run
 
 # What the two ranks do. Numbers are small powers of two, so sums and means are exact.
@@ -248,7 +249,7 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks: Ranks) -> None:
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo.torch import GradScaler, autocast
 from mezzo.torch.shadowing.shadow import Shadow
+from tests.process_groups import end_process_group
 
 from .following import Following
 
@@ -153,7 +154,7 @@ def test_a_collective_runs_once_and_its_result_is_taken(tmp_path: Any) -> None:
             assert mode.shadow.storages == 0
         names = [name for name, _ in mode.errors]
     finally:
-        dist.destroy_process_group()
+        end_process_group()
     assert names.count("c10d::allreduce_") == 1
 
 

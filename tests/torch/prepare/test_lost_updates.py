@@ -15,6 +15,7 @@ from torch.optim import optimizer as hooks
 
 import mezzo.torch
 from mezzo.torch.masters.lost_updates import LostUpdates, UpdateCounts, count_lost_updates
+from tests.process_groups import end_process_group
 
 
 def parameter(values: list[float], dtype: torch.dtype = torch.bfloat16, gradient: list[float] | None = None) -> Any:
@@ -168,7 +169,7 @@ def test_of_distributed_tensors_the_local_shards_are_counted(tmp_path: Path) -> 
         with count_lost_updates(optimizer) as counted:
             optimizer.step()
     finally:
-        distributed.destroy_process_group()
+        end_process_group()
     assert counts(counted) == (3, 2, 0)
 
 

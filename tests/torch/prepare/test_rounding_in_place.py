@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.torch.masters.rounding import may_come_from, round_nearest_, round_stochastic_, split_, widen_
+from tests.process_groups import end_process_group
 
 from .rounding_values import LOW, ROUNDING, bits, junk, split, stochastic, widened
 
@@ -146,7 +147,7 @@ def shards(tmp_path: Any) -> Any:
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
+    end_process_group()
 
 
 def test_of_distributed_tensors_the_local_shards_are_rounded(shards: Any) -> None:
