@@ -16,8 +16,9 @@ demo: $(STAMP)
 	$(PY) -m mezzo demo
 
 # Two processes, each with whole files: what a test leaves in a process meets the rest of its file only. Without the last
-# option files with few tests would come last, and those are the ones that take long; tests/slow_files.py has the order.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# option but one files with few tests would come last, and those are the ones that take long; tests/slow_files.py has the order.
+# A process that dies is replaced and its file begun anew where it died, which must not go on for ever.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test: $(STAMP)
 	$(PY) $(PYTEST)
