@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .findings import Finding
     from .numbers import Numbers
     from .records import OpRecord
-    from .report import Region, Report
+    from .regions import Region
+    from .report import Report
 
 __all__ = ["plain", "report_data"]
 

@@ -65,7 +65,7 @@ def numbers_by(report: Report, *, per_module: bool = False, module: str | None =
         no measured ops.
 
     Example:
-        >>> from .report import OpRecord, Region, Report
+        >>> from mezzo.report import OpRecord, Region, Report
         >>> two = Numbers(2, 4.0, 1.0, exponents={0: 1, 2: 1})
         >>> ops = [OpRecord("mm", "fp32", path=("net.fc",), phase=phase, numbers=two) for phase in ("forward", "backward")]
         >>> found = numbers_by(Report("net", "torch", (Region("net", records=tuple(ops)),)), per_module=True)

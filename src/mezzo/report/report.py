@@ -11,30 +11,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .findings import Finding, Residuals
+from .findings import Finding
 from .modules import ModuleTotals, module_tree
 from .ops import DtypeTotals, OpTotals, totals_by_dtype, totals_by_op
-from .records import Cast, OpRecord, SourceLine
+from .records import OpRecord
 from .regions import Region
 from .saving import save_report
 from .text import report_text, table_text
 from .totals import DotCount, Totals
 from .where import condition
 
-__all__ = [
-    "Cast",
-    "DotCount",
-    "DtypeTotals",
-    "Finding",
-    "ModuleTotals",
-    "OpRecord",
-    "OpTotals",
-    "Region",
-    "Report",
-    "Residuals",
-    "SourceLine",
-    "Totals",
-]
+__all__ = ["Report"]
 
 FORMAT = 1
 """The number of the layout of the data that `Report.as_dict` gives."""
@@ -53,6 +40,7 @@ class Report:
         notes: What the report cannot see, or had to leave out.
 
     Example:
+        >>> from mezzo.report import OpRecord, Region, Report, SourceLine
         >>> dot = OpRecord("dot_general", "lower_precision_fp", source=SourceLine("net.py", 3, "loss"),
         ...                came=("float32", "float32"), used=("bfloat16", "bfloat16"), gave=("bfloat16",),
         ...                shapes_in=((8, 4), (4, 2)), shapes_out=((8, 2),), dot=True)
